@@ -54,10 +54,9 @@ PyObject *pli_driver_version(PyObject *module, PyObject *path)
     const pli_driver *driver = NULL;
     const char *text = NULL;
     pl_status st;
-    if (path != Py_None && !PyUnicode_Check(path)) {
-        PyErr_Format(PyExc_TypeError, "path is %R: give a string, or None", path);
-        return NULL;
-    }
+    if (path != Py_None && !PyUnicode_Check(path))
+        return PyErr_Format(PyExc_TypeError, "path is %R: give a string, or None",
+                            path);
     if (path != Py_None && (text = PyUnicode_AsUTF8(path)) == NULL)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
@@ -164,9 +163,4 @@ static PyType_Slot gpu_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_gpu_spec = {
-    .name = "paceline._native.Device",
-    .basicsize = sizeof(gpu_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = gpu_slots,
-};
+PLI_TYPE(gpu, Device, 0);

@@ -17,10 +17,8 @@ static module_state *state_of_module(PyObject *module)
 static int take_callable(PyObject *kwargs, const char *name, PyObject **field)
 {
     PyObject *callable = PyDict_GetItemString(kwargs, name); /* borrowed */
-    if (callable == NULL || !PyCallable_Check(callable)) {
-        PyErr_Format(PyExc_TypeError, "attach_torch: %s must be a callable", name);
-        return -1;
-    }
+    if (callable == NULL || !PyCallable_Check(callable))
+        return pli_error(PyExc_TypeError, "attach_torch: %s must be a callable", name);
     Py_XSETREF(*field, Py_NewRef(callable));
     return 0;
 }
@@ -29,11 +27,9 @@ static int take_known(PyObject *kwargs, const char *name, PyTypeObject *type,
                       PyObject **field)
 {
     PyObject *known = PyDict_GetItemString(kwargs, name); /* borrowed */
-    if (known == NULL || !PyObject_TypeCheck(known, type)) {
-        PyErr_Format(PyExc_TypeError, "attach_torch: %s must be a %s", name,
-                     type->tp_name);
-        return -1;
-    }
+    if (known == NULL || !PyObject_TypeCheck(known, type))
+        return pli_error(PyExc_TypeError, "attach_torch: %s must be a %s", name,
+                         type->tp_name);
     Py_XSETREF(*field, Py_NewRef(known));
     return 0;
 }
@@ -45,13 +41,11 @@ static int take_exchange(module_state *state, PyObject *capsule)
         Py_CLEAR(state->exchange_capsule);
         return 0;
     }
-    if (!PyCapsule_IsValid(capsule, DL_EXCHANGE_CAPSULE)) {
-        PyErr_Format(PyExc_TypeError,
-                     "attach_torch: exchange is %R: give the capsule of "
-                     "torch.Tensor.__dlpack_c_exchange_api__, or None",
-                     capsule);
-        return -1;
-    }
+    if (!PyCapsule_IsValid(capsule, DL_EXCHANGE_CAPSULE))
+        return pli_error(PyExc_TypeError,
+                         "attach_torch: exchange is %R: give the capsule of "
+                         "torch.Tensor.__dlpack_c_exchange_api__, or None",
+                         capsule);
     const dl_exchange *exchange = PyCapsule_GetPointer(capsule, DL_EXCHANGE_CAPSULE);
     while (exchange != NULL && exchange->version.major != DL_MAJOR)
         exchange = exchange->previous;
@@ -71,10 +65,8 @@ static PyObject *attach_torch(PyObject *module, PyObject *args, PyObject *kwargs
 {
     PLI_ENTER(module);
     module_state *state = state_of_module(module);
-    if (PyTuple_GET_SIZE(args) != 0 || kwargs == NULL) {
-        PyErr_SetString(PyExc_TypeError, "attach_torch takes keywords only");
-        return NULL;
-    }
+    if (PyTuple_GET_SIZE(args) != 0 || kwargs == NULL)
+        return PyErr_Format(PyExc_TypeError, "attach_torch takes keywords only");
 #define TAKE_CALLABLE(name)                                                            \
     if (take_callable(kwargs, #name, &state->name) != 0)                               \
         return NULL;
@@ -85,19 +77,16 @@ static PyObject *attach_torch(PyObject *module, PyObject *args, PyObject *kwargs
         return NULL;
     PLI_KNOWN_MAP(TAKE_KNOWN)
 #undef TAKE_KNOWN
-    if (take_exchange(state, PyDict_GetItemString(kwargs, "exchange")) != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(take_exchange(state, PyDict_GetItemString(kwargs, "exchange")));
 }
 
 int pli_needs_torch(const module_state *state)
 {
     if (state->tensor_type != NULL)
         return 0;
-    PyErr_SetString(
+    return pli_error(
         PyExc_RuntimeError,
         "torch is not attached: call paceline._compat.torch_core.attach() first");
-    return -1;
 }
 
 static PyObject *isa(PyObject *module, PyObject *ignored)
@@ -156,10 +145,9 @@ static PyObject *die_with(PyObject *module, PyObject *args)
 {
     PLI_ENTER(module);
     int pidfd, pipe_fd;
-    if (!PyArg_ParseTuple(args, "ii", &pidfd, &pipe_fd) ||
-        pli_check(state_of_module(module), pli_parent_watch_start(pidfd, pipe_fd)) != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(
+        !PyArg_ParseTuple(args, "ii", &pidfd, &pipe_fd) ||
+        pli_check(state_of_module(module), pli_parent_watch_start(pidfd, pipe_fd)));
 }
 
 static PyMethodDef module_methods[] = {

@@ -34,6 +34,28 @@ static inline int pli_is_true(PyObject *answer)
     return is_so;
 }
 
+/* 0 where `result`, which it drops, is there, or -1. */
+static inline int pli_drop(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* None, or NULL where a function that returns int has failed. */
+static inline PyObject *pli_none(int status)
+{
+    return status == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
+/* A heap type's spec, after its <name>_object and <name>_slots; nobody changes it. */
+#define PLI_TYPE(field, type, more_flags)                                              \
+    PyType_Spec pli_##field##_spec = {                                                 \
+        .name = "paceline._native." #type,                                             \
+        .basicsize = sizeof(field##_object),                                           \
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | (more_flags),         \
+        .slots = field##_slots,                                                        \
+    }
+
 /* The end of a heap type's dealloc. */
 static inline void pli_object_free(PyObject *object)
 {

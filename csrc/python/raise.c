@@ -56,6 +56,15 @@ int pli_check(const module_state *state, pl_status st)
     return -1;
 }
 
+int pli_error(PyObject *type, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    PyErr_FormatV(type, format, args);
+    va_end(args);
+    return -1;
+}
+
 PyObject *pli_exception_words(void)
 {
     PyObject *type, *value, *traceback;

@@ -37,12 +37,10 @@ done:
 static void recorder_dealloc(PyObject *object)
 {
     recorder_object *self = (recorder_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs(object);
     pli_recorder_destroy(self->recorder);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyObject *recorder_record(PyObject *object, PyObject *args)
@@ -52,11 +50,9 @@ static PyObject *recorder_record(PyObject *object, PyObject *args)
     unsigned long long step = 0;
     if (!PyArg_ParseTuple(args, "IK:record", &activity, &step))
         return NULL;
-    if (activity >= PL_N_ACTIVITIES) {
-        PyErr_Format(PyExc_ValueError, "activity is %u: give 0 to %d", activity,
-                     PL_N_ACTIVITIES - 1);
-        return NULL;
-    }
+    if (activity >= PL_N_ACTIVITIES)
+        return PyErr_Format(PyExc_ValueError, "activity is %u: give 0 to %d", activity,
+                            PL_N_ACTIVITIES - 1);
     pli_recorder_activity(recorder_of(object), (pl_activity)activity, step);
     Py_RETURN_NONE;
 }
@@ -93,9 +89,4 @@ static PyType_Slot recorder_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_recorder_spec = {
-    .name = "paceline._native.Recorder",
-    .basicsize = sizeof(recorder_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = recorder_slots,
-};
+PLI_TYPE(recorder, Recorder, 0);

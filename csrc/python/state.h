@@ -124,6 +124,9 @@ static inline module_state *state_of(PyObject *object)
  * already; returns NULL for the caller to return.  PL_OK raises nothing. */
 PyObject *pli_raise(const module_state *state, pl_status st);
 
+/* As PyErr_Format(), for functions that return int: -1. */
+int pli_error(PyObject *type, const char *format, ...);
+
 /* Raises the path of a value, which it steals, and then words that speak of it; where
  * the path is NULL what its maker has raised stays. */
 void pli_raise_at(PyObject *type, PyObject *path, const char *format, va_list args);

@@ -54,18 +54,17 @@ static int is_on(const dl_tensor *dl, dl_device place)
 
 static int refuse_place(const dl_tensor *dl, dl_device place, const char *what)
 {
-    if (place.type == DL_CPU) {
-        PyErr_Format(PyExc_NotImplementedError,
-                     "%s is not in CPU memory (DLPack device type %d): this version of "
-                     "paceline trains on CPUs",
-                     what, (int)dl->device.type);
-        return -1;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "%s is on %s, and the model's first parameter was on %s when it was "
-                 "wrapped: have all of the model on one device, and wrap it there",
-                 what, place_in_words(dl->device).text, place_in_words(place).text);
-    return -1;
+    if (place.type == DL_CPU)
+        return pli_error(
+            PyExc_NotImplementedError,
+            "%s is not in CPU memory (DLPack device type %d): this version of "
+            "paceline trains on CPUs",
+            what, (int)dl->device.type);
+    return pli_error(
+        PyExc_ValueError,
+        "%s is on %s, and the model's first parameter was on %s when it was "
+        "wrapped: have all of the model on one device, and wrap it there",
+        what, place_in_words(dl->device).text, place_in_words(place).text);
 }
 
 static int fill(const dl_tensor *dl, dl_device place, const char *what, pli_tensor *out)
@@ -73,14 +72,12 @@ static int fill(const dl_tensor *dl, dl_device place, const char *what, pli_tens
     pli_layout *layout = &out->layout;
     if (!is_on(dl, place))
         return refuse_place(dl, place, what);
-    if (dl->ndim > PLI_MAX_DIMS || read_dtype(dl->dtype, &layout->dtype) != 0) {
-        PyErr_Format(
+    if (dl->ndim > PLI_MAX_DIMS || read_dtype(dl->dtype, &layout->dtype) != 0)
+        return pli_error(
             PyExc_NotImplementedError,
             "%s has a type that paceline cannot reduce (DLPack type code %d, %d "
             "bits)",
             what, dl->dtype.code, dl->dtype.bits);
-        return -1;
-    }
     layout->n_dims = dl->ndim;
     layout->n_elems = 1;
     for (int d = dl->ndim - 1; d >= 0; d--) {
@@ -203,9 +200,8 @@ int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *obj
         return -1;
     if (out->data != NULL || out->layout.n_elems == 0)
         return 0;
-    PyErr_Format(PyExc_TypeError, "%s has no memory of its own: it is a %s", what,
-                 Py_TYPE(object)->tp_name);
-    return -1;
+    return pli_error(PyExc_TypeError, "%s has no memory of its own: it is a %s", what,
+                     Py_TYPE(object)->tp_name);
 }
 
 int pli_tensor_read(const module_state *state, PyObject *object, const char *what,
@@ -347,6 +343,25 @@ int pli_increment_versions(const module_state *state, PyObject *tensors)
     PyObject *result = PyObject_CallOneArg(state->increment_version, tensors);
     if (result != NULL && PyIter_Check(result)) /* of calls, one a tensor */
         Py_SETREF(result, PySequence_Tuple(result));
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return pli_drop(result);
+}
+
+int pli_tensor_overwrite(PyObject *to, PyObject *from)
+{
+    PyObject *target = PyObject_CallMethod(to, "detach", NULL);
+    PyObject *source =
+        target != NULL ? PyObject_CallMethod(from, "detach", NULL) : NULL;
+    PyObject *result =
+        source != NULL ? PyObject_CallMethod(target, "copy_", "O", source) : NULL;
+    Py_XDECREF(target);
+    Py_XDECREF(source);
+    return pli_drop(result);
+}
+
+long pli_tensor_version(PyObject *tensor)
+{
+    PyObject *version = PyObject_GetAttrString(tensor, "_version");
+    const long number = version != NULL ? PyLong_AsLong(version) : -1;
+    Py_XDECREF(version);
+    return number;
 }

@@ -54,4 +54,10 @@ PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *da
 /* Tells autograd that all tensors of a sequence were overwritten; no Python runs. */
 int pli_increment_versions(const module_state *state, PyObject *tensors);
 
+/* A tensor's version counter, or -1 with an exception. */
+long pli_tensor_version(PyObject *tensor);
+
+/* Overwrites a tensor with another's values, by torch, unseen by autograd; -1. */
+int pli_tensor_overwrite(PyObject *to, PyObject *from);
+
 #endif

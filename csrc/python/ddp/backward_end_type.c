@@ -11,6 +11,10 @@
  *       +------------ dropped              the step fails
  *
  * One of a backward that is not synchronised only resets sync_backward, either way.
+ *
+ * What is asked of torch as one is queued: whether compiled autograd runs the backward,
+ * which calls no callback, but drops them at its end; and the backward's number, by
+ * which steps of other reducers that end with it are known (step.c).
  */
 #include "backward_end_type.h"
 
@@ -58,59 +62,51 @@ static PyObject *backward_end_new(const module_state *state, reducer_object *red
     return (PyObject *)self;
 }
 
-/* Asks for the backward that runs: other threads may run theirs through this one. */
-static int read_task(reducer_object *self)
+/* Asks who runs this backward, and for its number: other threads may run theirs through
+ * this one. */
+static int read_backward(reducer_object *self)
 {
-    PyObject *task = PyObject_CallNoArgs(state_of_reducer(self)->current_task);
-    self->task = task != NULL ? PyLong_AsLong(task) : -1;
+    const module_state *state = state_of_reducer(self);
+    const int is_compiled = pli_is_true(PyObject_CallNoArgs(state->is_compiled));
+    PyObject *task = is_compiled >= 0 ? PyObject_CallNoArgs(state->current_task) : NULL;
+    const long number = task != NULL ? PyLong_AsLong(task) : -1;
     Py_XDECREF(task);
-    return self->task == -1 && PyErr_Occurred() ? -1 : 0;
-}
-
-/* Who runs the backward. */
-static int read_engine(reducer_object *self)
-{
-    const int is_compiled = pli_ask(state_of_reducer(self)->is_compiled);
-    if (is_compiled < 0)
+    if (PyErr_Occurred() != NULL)
         return -1;
     self->engine = is_compiled ? ENGINE_COMPILED : ENGINE_CALLS_BACK;
+    self->task = number;
     return 0;
+}
+
+static int queue(reducer_object *self, backward_end_origin origin)
+{
+    const module_state *state = state_of_reducer(self);
+    PyObject *callback = backward_end_new(state, self, origin);
+    PyObject *result =
+        callback != NULL ? PyObject_CallOneArg(state->queue_callback, callback) : NULL;
+    Py_XDECREF(callback);
+    return pli_drop(result);
 }
 
 int pli_backward_end_queue(reducer_object *self, backward_end_origin origin)
 {
-    const module_state *state = state_of_reducer(self);
     if (self->n_backward_ends > 0)
         return 0;
-    if (read_engine(self) != 0 || read_task(self) != 0)
+    if (read_backward(self) != 0 || queue(self, origin) != 0)
         return -1;
-    PyObject *callback = backward_end_new(state, self, origin);
-    if (callback == NULL)
-        return -1;
-    PyObject *result = PyObject_CallOneArg(state->queue_callback, callback);
-    /* A refused one must not report a failed backward: it counts only from
-     * here on. */
-    if (result != NULL)
-        self->n_backward_ends++;
-    Py_XDECREF(result);
-    Py_DECREF(callback);
-    return result != NULL ? 0 : -1;
+    self->n_backward_ends++; /* not before: a refused one reports no failed backward */
+    return 0;
 }
 
 int pli_backward_end_queue_local(reducer_object *self)
 {
-    const module_state *state = state_of_reducer(self);
     /* Together with an output that is to be synchronised, all is. */
     if (self->n_backward_ends > 0 || self->sync.backward == SYNC_OFF)
         return 0;
-    PyObject *callback = backward_end_new(state, self, QUEUED_BY_LOCAL_OUTPUT);
-    PyObject *result =
-        callback != NULL ? PyObject_CallOneArg(state->queue_callback, callback) : NULL;
-    if (result != NULL)
-        self->sync.backward = SYNC_OFF;
-    Py_XDECREF(result);
-    Py_XDECREF(callback);
-    return result != NULL ? 0 : -1;
+    if (queue(self, QUEUED_BY_LOCAL_OUTPUT) != 0)
+        return -1;
+    self->sync.backward = SYNC_OFF;
+    return 0;
 }
 
 int pli_backward_end_await(const reducer_object *self)
@@ -220,11 +216,9 @@ static void drop(const backward_end_object *self)
 static void backward_end_dealloc(PyObject *object)
 {
     backward_end_object *self = (backward_end_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     drop(self);
     Py_DECREF(self->reducer);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyType_Slot backward_end_slots[] = {
@@ -234,10 +228,4 @@ static PyType_Slot backward_end_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_backward_end_spec = {
-    .name = "paceline._native.BackwardEnd",
-    .basicsize = sizeof(backward_end_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = backward_end_slots,
-};
+PLI_TYPE(backward_end, BackwardEnd, Py_TPFLAGS_DISALLOW_INSTANTIATION);

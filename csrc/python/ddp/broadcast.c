@@ -24,13 +24,12 @@ static int read_tensors(const module_state *state, const world_object *world,
         if (pli_tensor_read_on(state, *place, PySequence_Fast_GET_ITEM(fast, i),
                                "a tensor to broadcast", &tensor) != 0)
             return -1;
-        if (!pli_layout_is_dense(&tensor.layout) || tensor.layout.is_lazy) {
-            PyErr_Format(PyExc_ValueError,
-                         "tensors[%zd] has holes or overlaps, or is a lazy conjugate: "
-                         "give a contiguous copy",
-                         i);
-            return -1;
-        }
+        if (!pli_layout_is_dense(&tensor.layout) || tensor.layout.is_lazy)
+            return pli_error(
+                PyExc_ValueError,
+                "tensors[%zd] has holes or overlaps, or is a lazy conjugate: "
+                "give a contiguous copy",
+                i);
         out[i] = (pli_byte_range){tensor.data, pli_layout_bytes(&tensor.layout)};
     }
     return 0;
@@ -44,15 +43,15 @@ static int carry(const module_state *state, const world_object *world,
     pl_status st;
     pl_ticket ticket = 0;
     while (all->n_left > 0) {
-        thread = pli_world_let_go(world);
+        thread = pli_let_go(world->gpu);
         st = pli_broadcast_many_issue(all, &ticket);
-        pli_world_take_back(thread);
+        pli_take_back(thread);
         if (pli_check(state, st) != 0 ||
             pli_wait_for_ticket(state, all->comm, ticket) != 0)
             return -1;
-        thread = pli_world_let_go(world);
+        thread = pli_let_go(world->gpu);
         st = pli_broadcast_many_receive(all);
-        pli_world_take_back(thread);
+        pli_take_back(thread);
         if (pli_check(state, st) != 0)
             return -1;
     }
@@ -95,7 +94,5 @@ PyObject *pli_world_broadcast(PyObject *object, PyObject *args)
         return NULL;
     const int status = broadcast(state_of(object), (world_object *)object, fast, root);
     Py_DECREF(fast);
-    if (status != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(status);
 }

@@ -20,12 +20,11 @@ static int check_flat(const pl_bucket_plan *bucket, size_t n_elems,
     if (tensor->layout.dtype == bucket->dtype && tensor->layout.n_elems == n_elems &&
         !tensor->layout.is_lazy && pli_layout_is_dense(&tensor->layout))
         return 0;
-    PyErr_Format(PyExc_ValueError,
-                 "a tensor of %zu x %s does not fit a bucket of %zu x %s: give a "
-                 "contiguous one that does",
-                 tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype), n_elems,
-                 pl_dtype_text(bucket->dtype));
-    return -1;
+    return pli_error(PyExc_ValueError,
+                     "a tensor of %zu x %s does not fit a bucket of %zu x %s: give a "
+                     "contiguous one that does",
+                     tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype),
+                     n_elems, pl_dtype_text(bucket->dtype));
 }
 
 /* On a GPU, on the stream that is current now, which may be one of the hook's. */
@@ -41,11 +40,11 @@ static int move_bucket(reducer_object *self, const pl_bucket_plan *bucket, char 
         void *slot = pli_slot_memory(self, i);
         if (self->slots[i].policy == POLICY_SPARSE)
             continue;
-        pli_gpu_step_defer_copy(self, way == FROM_SLOTS ? flat : slot,
-                                way == FROM_SLOTS ? slot : flat, self->slots[i].layout);
+        pli_step_defer_copy(self, way == FROM_SLOTS ? flat : slot,
+                            way == FROM_SLOTS ? slot : flat, self->slots[i].layout);
         flat += pli_layout_bytes(self->slots[i].layout);
     }
-    return pli_gpu_step_copy(self, stream);
+    return pli_step_copy(self, stream);
 }
 
 static PyObject *copy_bucket(PyObject *object, PyObject *args, slot_direction way)
@@ -60,18 +59,15 @@ static PyObject *copy_bucket(PyObject *object, PyObject *args, slot_direction wa
         pli_tensor_read_on(state_of_reducer(self), self->device.place, flat,
                            "a bucket's tensor", &tensor) != 0)
         return NULL;
-    if (index < 0 || (size_t)index >= plan->n_buckets) {
-        PyErr_Format(PyExc_IndexError, "bucket %zd of %zu", index, plan->n_buckets);
-        return NULL;
-    }
+    if (index < 0 || (size_t)index >= plan->n_buckets)
+        return PyErr_Format(PyExc_IndexError, "bucket %zd of %zu", index,
+                            plan->n_buckets);
     const pl_bucket_plan *bucket = &plan->buckets[index];
     for (size_t m = 0; m < bucket->n_params; m++)
         n_elems += pl_reducer_elems(self->reducer, bucket->params[m]);
     if (check_flat(bucket, n_elems, &tensor) != 0)
         return NULL;
-    if (move_bucket(self, bucket, tensor.data, way) != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(move_bucket(self, bucket, tensor.data, way));
 }
 
 PyObject *pli_comm_hook_read_bucket(PyObject *object, PyObject *args)
@@ -129,9 +125,7 @@ int pli_comm_hook_finish(reducer_object *self)
 {
     if (self->comm_hook == NULL)
         return 0;
-    PyObject *result = PyObject_CallMethod(self->comm_hook, "finish", NULL);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return pli_drop(PyObject_CallMethod(self->comm_hook, "finish", NULL));
 }
 
 /* The used parameters that are declared sparse; the same on every rank. */
@@ -163,8 +157,7 @@ int pli_comm_hook_finish_sparse(reducer_object *self)
             pl_reducer_is_used(self->reducer, i))
             self->slots[i].is_unseen = 0;
     Py_XDECREF(list);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return pli_drop(result);
 }
 
 /* All ranks have what came of their hooks, or all give the step up. */
@@ -188,9 +181,7 @@ PyObject *pli_comm_hook_poll(PyObject *object, PyObject *ignored)
     PyThreadState *thread = PyEval_SaveThread();
     const pl_status st = pli_comm_check_peers(self->comm);
     PyEval_RestoreThread(thread);
-    if (pli_check(state_of_reducer(self), st) != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(pli_check(state_of_reducer(self), st));
 }
 
 /* No exception is set, and none is left. */
@@ -228,11 +219,11 @@ int pli_comm_hook_check_late(reducer_object *self)
     size_t i = 0;
     while (i < self->n_slots && !pl_reducer_is_late(self->reducer, i))
         i++;
-    PyErr_Format(PyExc_RuntimeError,
-                 "Expected to mark a variable ready only once. Parameter at index %zu "
-                 "(of those that require gradients) got a second gradient on some rank "
-                 "after its bucket had gone to the communication hook: keep the graph "
-                 "the same in each step, or train without the hook.",
-                 i);
-    return -1;
+    return pli_error(
+        PyExc_RuntimeError,
+        "Expected to mark a variable ready only once. Parameter at index %zu "
+        "(of those that require gradients) got a second gradient on some rank "
+        "after its bucket had gone to the communication hook: keep the graph "
+        "the same in each step, or train without the hook.",
+        i);
 }

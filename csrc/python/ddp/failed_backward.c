@@ -41,8 +41,8 @@ PyObject *pli_unwound_keeper(PyObject *module, PyObject *kept)
     (void)module;
     if (PyList_Check(kept) && PyList_GET_SIZE(kept) == 2)
         return PyCFunction_New(&method, kept);
-    PyErr_SetString(PyExc_TypeError, "unwound_keeper() takes a list of code and None");
-    return NULL;
+    return PyErr_Format(PyExc_TypeError,
+                        "unwound_keeper() takes a list of code and None");
 }
 
 int pli_is_main_thread(void)

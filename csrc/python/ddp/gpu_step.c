@@ -41,13 +41,11 @@ int pli_gpu_step_check_capture(reducer_object *self)
         return -1;
     if (!captures)
         return 0;
-    if (!pl_reducer_is_learned(self->reducer)) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "a CUDA graph captures a backward before its buckets are in "
-                        "their final order: run 3 whole steps (forward, backward, "
-                        "optimizer) on the capture's stream first");
-        return -1;
-    }
+    if (!pl_reducer_is_learned(self->reducer))
+        return pli_error(PyExc_RuntimeError,
+                         "a CUDA graph captures a backward before its buckets are in "
+                         "their final order: run 3 whole steps (forward, backward, "
+                         "optimizer) on the capture's stream first");
     /* A replay writes to today's memory, whatever becomes of it here. */
     if (self->device.captured == NULL)
         self->device.captured = self->comm->device->retain_memory(self->comm);
@@ -56,25 +54,25 @@ int pli_gpu_step_check_capture(reducer_object *self)
 
 /* ---- copies --------------------------------------------------------------------- */
 
-void pli_gpu_step_defer_copy(reducer_object *self, void *to, const void *from,
-                             const pli_layout *layout)
+void pli_step_defer_copy(reducer_object *self, void *to, const void *from,
+                         const pli_layout *layout)
 {
     if (layout->n_elems > 0)
         self->device.copies[self->device.n_copies++] = (pl_move){
             .to = to, .from = from, .dtype = layout->dtype, .n_elems = layout->n_elems};
 }
 
-int pli_gpu_step_copy(reducer_object *self, pl_stream *stream)
+int pli_step_copy(reducer_object *self, pl_stream *stream)
 {
     pl_backend *backend = self->backend;
     const size_t n_copies = self->device.n_copies;
-    pl_status st;
     self->device.n_copies = 0;
     if (n_copies == 0)
         return 0;
-    Py_BEGIN_ALLOW_THREADS
-    st = backend->ops->copy(backend, self->device.copies, n_copies, stream);
-    Py_END_ALLOW_THREADS
+    PyThreadState *thread = pli_let_go(self->device.gpu);
+    const pl_status st =
+        backend->ops->copy(backend, self->device.copies, n_copies, stream);
+    pli_take_back(thread);
     return pli_check(state_of_reducer(self), st);
 }
 

@@ -15,12 +15,12 @@ int pli_gpu_step_is_capturing(const reducer_object *self, int *out);
 /* Before a step: -1 where a graph is captured, and the reducer has yet to learn. */
 int pli_gpu_step_check_capture(reducer_object *self);
 
-/* Adds a copy to those that the next pli_gpu_step_copy() makes. */
-void pli_gpu_step_defer_copy(reducer_object *self, void *to, const void *from,
-                             const pli_layout *layout);
+/* Adds a copy to those that the next pli_step_copy() makes. */
+void pli_step_defer_copy(reducer_object *self, void *to, const void *from,
+                         const pli_layout *layout);
 
 /* Makes all deferred copies: on a GPU in one launch, on `stream`. */
-int pli_gpu_step_copy(reducer_object *self, pl_stream *stream);
+int pli_step_copy(reducer_object *self, pl_stream *stream);
 
 /* Drops the gradients that were retained for buckets that have been posted since. */
 void pli_gpu_step_release_posted(reducer_object *self);

@@ -6,16 +6,11 @@
 
 static int read_accumulation(const char *word, pli_accumulation *out)
 {
-    if (strcmp(word, "nccl") == 0)
-        *out = PLI_ACCUMULATE_BY_NCCL;
-    else if (strcmp(word, "float32") == 0)
-        *out = PLI_ACCUMULATE_IN_F32;
-    else {
-        PyErr_Format(PyExc_ValueError, "accumulate is '%s': give 'nccl' or 'float32'",
+    *out = strcmp(word, "nccl") == 0 ? PLI_ACCUMULATE_BY_NCCL : PLI_ACCUMULATE_IN_F32;
+    if (*out == PLI_ACCUMULATE_BY_NCCL || strcmp(word, "float32") == 0)
+        return 0;
+    return pli_error(PyExc_ValueError, "accumulate is '%s': give 'nccl' or 'float32'",
                      word);
-        return -1;
-    }
-    return 0;
 }
 
 static pl_status open_library(const char *path, pli_nccl_library **out)
@@ -65,10 +60,9 @@ PyObject *pli_nccl_version(PyObject *module, PyObject *path)
     const module_state *state = PyModule_GetState(module);
     pli_nccl_library *library = NULL;
     const char *text = NULL;
-    if (path != Py_None && !PyUnicode_Check(path)) {
-        PyErr_Format(PyExc_TypeError, "path is %R: give a string, or None", path);
-        return NULL;
-    }
+    if (path != Py_None && !PyUnicode_Check(path))
+        return PyErr_Format(PyExc_TypeError, "path is %R: give a string, or None",
+                            path);
     if (path != Py_None && (text = PyUnicode_AsUTF8(path)) == NULL)
         return NULL;
     const pl_status st = open_library(text, &library);

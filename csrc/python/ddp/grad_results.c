@@ -2,22 +2,10 @@
  * slots. */
 #include "grad_results.h"
 
-#include <string.h>
-
 #include "gpu_step.h"
 #include "grad_window.h"
 #include "grads.h"
 #include "sparse_grads.h"
-
-/* At once, or with all others where that is a launch. */
-static void copy(reducer_object *self, void *to, const void *from,
-                 const pli_layout *layout)
-{
-    if (pli_is_on_device(self))
-        pli_gpu_step_defer_copy(self, to, from, layout);
-    else
-        memcpy(to, from, pli_layout_bytes(layout));
-}
 
 static int bind_new(reducer_object *self, size_t i);
 
@@ -35,18 +23,13 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad)
     if (tensor.layout.is_lazy && !self->options.keeps_grads)
         return bind_new(self, i);
     if (pli_layout_equal(&tensor.layout, slot->layout)) {
-        copy(self, tensor.data, memory, slot->layout);
+        pli_step_defer_copy(self, tensor.data, memory, slot->layout);
     } else {
         PyObject *reduced =
             pli_tensor_borrow(state, self->device.place, memory, slot->layout);
-        PyObject *target =
-            reduced != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
-        PyObject *result =
-            target != NULL ? PyObject_CallMethod(target, "copy_", "O", reduced) : NULL;
+        const int status = reduced != NULL ? pli_tensor_overwrite(grad, reduced) : -1;
         Py_XDECREF(reduced);
-        Py_XDECREF(target);
-        Py_XDECREF(result);
-        if (result == NULL)
+        if (status != 0)
             return -1;
     }
     if (self->recording == RECORDING_OFF)
@@ -138,23 +121,17 @@ static int restore(reducer_object *self, size_t i)
     if (pli_tensor_read_on(state_of_reducer(self), self->device.place, slot->saved,
                            "an unused gradient", &saved) != 0)
         return -1;
-    copy(self, pli_slot_memory(self, i), saved.data, slot->layout);
+    pli_step_defer_copy(self, pli_slot_memory(self, i), saved.data, slot->layout);
     return 0;
 }
 
 int pli_results_bind(reducer_object *self, size_t i)
 {
-    grad_slot *slot = &self->slots[i];
-    int status = 0;
-    if (pl_reducer_is_used(self->reducer, i)) {
-        status = bind_used(self, i);
-        if (self->context.homes == NULL)
-            slot->is_unseen = 0;
-    } else {
-        status = restore(self, i);
-    }
-    if (!pli_is_on_device(self))
-        pli_results_drop(self, i);
+    if (!pl_reducer_is_used(self->reducer, i))
+        return restore(self, i);
+    const int status = bind_used(self, i);
+    if (self->context.homes == NULL)
+        self->slots[i].is_unseen = 0;
     return status;
 }
 
@@ -182,9 +159,7 @@ int pli_results_bind_shadow(reducer_object *self, size_t i)
 
 int pli_results_finish(reducer_object *self)
 {
-    if (!pli_is_on_device(self))
-        return 0;
-    const int status = pli_gpu_step_copy(self, self->device.stream);
+    const int status = pli_step_copy(self, self->device.stream);
     for (size_t i = 0; i < self->n_slots; i++)
         pli_results_drop(self, i);
     return status;

@@ -5,14 +5,14 @@
 #include "reducer_object.h"
 
 /* After the step: the reduced gradient is in the slot, or every rank left the parameter
- * unused.  On a GPU, copies are deferred and what the step refers to lives until
+ * unused.  Copies are deferred, and what the step refers to lives until
  * pli_results_finish(). */
 int pli_results_bind(reducer_object *self, size_t i);
 
 /* The same in a shadow step. */
 int pli_results_bind_shadow(reducer_object *self, size_t i);
 
-/* On a GPU, when all are bound: makes the copies, and drops what the step refers to. */
+/* When all are bound: makes the copies, and drops what the step refers to. */
 int pli_results_finish(reducer_object *self);
 
 /* Drops what the step refers to; the gradients are not reduced ones. */

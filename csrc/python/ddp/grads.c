@@ -75,15 +75,6 @@ int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *t
 
 /* ---- a gradient arrives --------------------------------------------------------- */
 
-/* 1 where autograd has added something to a gradient, or may have; 0, or -1. */
-static int was_added_to(PyObject *grad)
-{
-    PyObject *version = PyObject_GetAttrString(grad, "_version");
-    const long n = version != NULL ? PyLong_AsLong(version) : -1;
-    Py_XDECREF(version);
-    return n < 0 ? -1 : n > 0;
-}
-
 int pli_grads_note(reducer_object *self, size_t first)
 {
     for (size_t i = 0; self->options.keeps_grads && i < self->n_slots; i++) {
@@ -93,8 +84,10 @@ int pli_grads_note(reducer_object *self, size_t first)
         PyObject *grad =
             PyObject_GetAttr(slot->param, state_of_reducer(self)->str_grad);
         int had_grad = grad == NULL ? -1 : grad != Py_None;
-        if (had_grad == 1 && i == first)
-            had_grad = was_added_to(grad);
+        if (had_grad == 1 && i == first) { /* has autograd added something to it? */
+            const long version = pli_tensor_version(grad);
+            had_grad = version < 0 ? -1 : version > 0;
+        }
         Py_XDECREF(grad);
         if (had_grad < 0)
             return -1;
@@ -112,11 +105,11 @@ static int protect_views(reducer_object *self, size_t i, pl_write_mode mode)
         return 0;
     if (!pli_is_on_device(self))
         return pli_grad_window_refresh(self);
-    PyErr_Format(PyExc_RuntimeError,
-                 "the gradient of parameter %zu was exchanged while backward ran, and "
-                 "is still in use: on a GPU that can be done before backward alone",
-                 i);
-    return -1;
+    return pli_error(
+        PyExc_RuntimeError,
+        "the gradient of parameter %zu was exchanged while backward ran, and "
+        "is still in use: on a GPU that can be done before backward alone",
+        i);
 }
 
 /* Whether others should run meanwhile: a large copy, or calls of the device's. */
@@ -130,18 +123,12 @@ static int takes_long(const reducer_object *self, size_t i, pl_write_mode mode)
 static int mark_ready(reducer_object *self, size_t i, const void *data,
                       pl_write_mode mode, pl_ready_result *out)
 {
-    pl_status st;
     if (protect_views(self, i, mode) != 0)
         return -1;
-    if (!takes_long(self, i, mode)) {
-        st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->device.stream,
-                                   out);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->device.stream,
-                                   out);
-        Py_END_ALLOW_THREADS
-    }
+    PyThreadState *thread = takes_long(self, i, mode) ? PyEval_SaveThread() : NULL;
+    const pl_status st =
+        pl_reducer_mark_ready(self->reducer, i, data, mode, self->device.stream, out);
+    pli_take_back(thread);
     return pli_check(state_of_reducer(self), st);
 }
 
@@ -168,25 +155,18 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
         return 0;
     }
     PyObject *copy = pli_grads_make_empty(self, i);
-    PyObject *source = copy != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
-    PyObject *result =
-        source != NULL ? PyObject_CallMethod(copy, "copy_", "O", source) : NULL;
-    int status = -1;
-    if (result != NULL && pli_tensor_read_on(state, self->device.place, copy,
-                                             "a gradient's copy", tensor) == 0) {
+    int status = copy != NULL ? pli_tensor_overwrite(copy, grad) : -1;
+    if (status == 0)
+        status = pli_tensor_read_on(state, self->device.place, copy,
+                                    "a gradient's copy", tensor);
+    if (status == 0 && !pli_layout_equal(&tensor->layout, slot->layout))
+        status =
+            pli_error(PyExc_RuntimeError,
+                      "the shape of parameter %zu changed after wrapping: wrap the "
+                      "model again",
+                      i);
+    if (status == 0)
         *out = Py_NewRef(copy);
-        status = 0;
-        if (!pli_layout_equal(&tensor->layout, slot->layout)) {
-            PyErr_Format(PyExc_RuntimeError,
-                         "the shape of parameter %zu changed after wrapping: wrap the "
-                         "model again",
-                         i);
-            Py_CLEAR(*out);
-            status = -1;
-        }
-    }
-    Py_XDECREF(result);
-    Py_XDECREF(source);
     Py_XDECREF(copy);
     return status;
 }
@@ -253,9 +233,7 @@ static int add_late(grad_slot *slot, PyObject *grad)
         slot->late = Py_NewRef(grad);
         return 0;
     }
-    PyObject *sum = PyObject_CallMethod(slot->late, "add_", "O", grad);
-    Py_XDECREF(sum);
-    return sum != NULL ? 0 : -1;
+    return pli_drop(PyObject_CallMethod(slot->late, "add_", "O", grad));
 }
 
 static int mark_ready_by_view(reducer_object *self, size_t i, PyObject *grad,

@@ -27,8 +27,8 @@ static int check_is_first(const reducer_object *self, size_t i)
 {
     if (!self->options.is_strict)
         return 0;
-    if (self->slots[i].is_unused) {
-        PyErr_Format(
+    if (self->slots[i].is_unused)
+        return pli_error(
             PyExc_RuntimeError,
             "Expected to mark a variable ready only once. Parameter at index %zu (of "
             "those that require gradients) got a gradient, and no output of the last "
@@ -36,11 +36,9 @@ static int check_is_first(const reducer_object *self, size_t i)
             "an output that hides its tensors, or outside of forward. Leave out "
             "find_unused_parameters, or strict: paceline averages such gradients too.",
             i);
-        return -1;
-    }
     if (pl_reducer_ready_count(self->reducer, i) == 0)
         return 0;
-    PyErr_Format(
+    return pli_error(
         PyExc_RuntimeError,
         "Expected to mark a variable ready only once. Parameter at index %zu (of those "
         "that require gradients) got a second gradient in one backward: it is used in "
@@ -48,7 +46,6 @@ static int check_is_first(const reducer_object *self, size_t i)
         "use_reentrant=False, or leave out strict: paceline averages such gradients "
         "too.",
         i);
-    return -1;
 }
 
 static char *field_of(reducer_object *self, size_t i, const void *offset)
@@ -71,11 +68,9 @@ int pli_hook_set_flags(PyObject *object, PyObject *flags, void *offset)
     PLI_ENTER(object);
     reducer_object *self = (reducer_object *)object;
     if (flags == NULL || !PyBytes_Check(flags) ||
-        PyBytes_GET_SIZE(flags) != (Py_ssize_t)self->n_slots) {
-        PyErr_Format(PyExc_ValueError, "give %zu bytes, one a parameter",
-                     self->n_slots);
-        return -1;
-    }
+        PyBytes_GET_SIZE(flags) != (Py_ssize_t)self->n_slots)
+        return pli_error(PyExc_ValueError, "give %zu bytes, one a parameter",
+                         self->n_slots);
     for (size_t i = 0; i < self->n_slots; i++)
         *field_of(self, i, offset) = PyBytes_AS_STRING(flags)[i];
     return 0;
@@ -153,12 +148,11 @@ static int refuse_device(const reducer_object *self)
 {
     if (!pli_is_on_device(self))
         return 0;
-    PyErr_SetString(PyExc_NotImplementedError,
-                    "torch.distributed.autograd collects gradients in its context, "
-                    "where this version of paceline averages those of models on the "
-                    "CPU alone: wrap a model on GPUs by torch's own "
-                    "DistributedDataParallel");
-    return -1;
+    return pli_error(PyExc_NotImplementedError,
+                     "torch.distributed.autograd collects gradients in its context, "
+                     "where this version of paceline averages those of models on the "
+                     "CPU alone: wrap a model on GPUs by torch's own "
+                     "DistributedDataParallel");
 }
 
 PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
@@ -169,10 +163,9 @@ PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
     long task;
     if (!PyArg_ParseTuple(args, "nl:arrive_in_context", &i, &task))
         return NULL;
-    if (i < 0 || (size_t)i >= self->n_slots || task < 0 || self->context.all == NULL) {
-        PyErr_Format(PyExc_ValueError, "no parameter %zd, or no backward %ld", i, task);
-        return NULL;
-    }
+    if (i < 0 || (size_t)i >= self->n_slots || task < 0 || self->context.all == NULL)
+        return PyErr_Format(PyExc_ValueError, "no parameter %zd, or no backward %ld", i,
+                            task);
     if (self->attachment == DETACHED)
         Py_RETURN_NONE;
     if (refuse_device(self) != 0)
@@ -196,9 +189,7 @@ static PyObject *hook_call(PyObject *object, PyObject *param)
     if (status != 0)
         pli_comm_hook_raise_refusal(reducer);
     Py_XDECREF(reducer);
-    if (status != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(status);
 }
 
 static PyMethodDef hook_call_def = {"paceline_hook", hook_call, METH_O,
@@ -230,9 +221,7 @@ static PyObject *hook_function(PyObject *object, void *closure)
 
 static void hook_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyGetSetDef hook_getset[] = {
@@ -247,10 +236,4 @@ static PyType_Slot hook_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_hook_spec = {
-    .name = "paceline._native.Hook",
-    .basicsize = sizeof(hook_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = hook_slots,
-};
+PLI_TYPE(hook, Hook, Py_TPFLAGS_DISALLOW_INSTANTIATION);

@@ -21,10 +21,8 @@ static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 
 static void listener_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     pli_listener_destroy(((listener_object *)object)->listener);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyObject *listener_address(PyObject *object, void *closure)
@@ -47,9 +45,4 @@ static PyType_Slot listener_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_listener_spec = {
-    .name = "paceline._native.Listener",
-    .basicsize = sizeof(listener_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = listener_slots,
-};
+PLI_TYPE(listener, Listener, 0);

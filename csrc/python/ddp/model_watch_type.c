@@ -41,10 +41,8 @@ typedef struct watch_object {
 
 static int read_dict(PyObject *object, watched_dict *out)
 {
-    if (!PyDict_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "dicts has %R: give dictionaries", object);
-        return -1;
-    }
+    if (!PyDict_Check(object))
+        return pli_error(PyExc_TypeError, "dicts has %R: give dictionaries", object);
     *out = (watched_dict){.dict = Py_NewRef(object), .n_entries = PyDict_Size(object)};
     return 0;
 }
@@ -54,10 +52,8 @@ static int read_item(const watch_object *self, PyObject *pair, int is_parameter,
 {
     PyObject *dict, *key;
     if (!PyTuple_Check(pair) ||
-        !PyArg_ParseTuple(pair, "O!U", &PyDict_Type, &dict, &key)) {
-        PyErr_Format(PyExc_TypeError, "%R: give pairs of (dict, key)", pair);
-        return -1;
-    }
+        !PyArg_ParseTuple(pair, "O!U", &PyDict_Type, &dict, &key))
+        return pli_error(PyExc_TypeError, "%R: give pairs of (dict, key)", pair);
     PyObject *value = PyDict_GetItemWithError(dict, key);
     if (value == NULL) {
         if (!PyErr_Occurred())
@@ -225,15 +221,13 @@ static int watch_clear(PyObject *object)
 static void watch_dealloc(PyObject *object)
 {
     watch_object *self = (watch_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)watch_clear(object);
     pli_free(self->dicts);
     pli_free(self->items);
     Py_XDECREF(self->str_dtype);
     Py_XDECREF(self->str_requires_grad);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyMethodDef watch_methods[] = {
@@ -253,9 +247,4 @@ static PyType_Slot watch_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_watch_spec = {
-    .name = "paceline._native.Watch",
-    .basicsize = sizeof(watch_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = watch_slots,
-};
+PLI_TYPE(watch, Watch, Py_TPFLAGS_HAVE_GC);

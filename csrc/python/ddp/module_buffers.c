@@ -90,15 +90,12 @@ static int copy_with_holes(reducer_object *self, PyObject *object,
     pli_layout_make_row_major(&layout);
     PyObject *dense =
         pli_tensor_borrow(state_of_reducer(self), self->device.place, block, &layout);
-    PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
-    PyObject *result = NULL;
-    if (dense != NULL && detached != NULL)
-        result = way == TO_DENSE ? PyObject_CallMethod(dense, "copy_", "O", detached)
-                                 : PyObject_CallMethod(detached, "copy_", "O", dense);
-    Py_XDECREF(result);
-    Py_XDECREF(detached);
+    int status = -1;
+    if (dense != NULL)
+        status = way == TO_DENSE ? pli_tensor_overwrite(dense, object)
+                                 : pli_tensor_overwrite(object, dense);
     Py_XDECREF(dense);
-    return result != NULL ? 0 : -1;
+    return status;
 }
 
 /* Copies a buffer to or from its place in the memory that is sent: a dense one as it
@@ -112,9 +109,9 @@ static int copy_one(reducer_object *self, PyObject *object, const pli_tensor *te
     if (pli_is_on_device(self) && !pli_layout_is_dense(layout))
         return copy_with_holes(self, object, tensor, block, way);
     if (pli_is_on_device(self) && way == TO_DENSE)
-        pli_gpu_step_defer_copy(self, block, tensor->data, layout);
+        pli_step_defer_copy(self, block, tensor->data, layout);
     else if (pli_is_on_device(self))
-        pli_gpu_step_defer_copy(self, tensor->data, block, layout);
+        pli_step_defer_copy(self, tensor->data, block, layout);
     else if (way == TO_DENSE)
         pli_layout_pack(layout, tensor->data, block);
     else
@@ -134,7 +131,7 @@ static int pack(reducer_object *self)
 {
     if (visit_buffers(self, read_buffer, pack_one) != 0)
         return -1;
-    return pli_gpu_step_copy(self, self->device.stream);
+    return pli_step_copy(self, self->device.stream);
 }
 
 int pli_buffers_pack(reducer_object *self)
@@ -144,15 +141,6 @@ int pli_buffers_pack(reducer_object *self)
         !pli_comm_is_group_comm(self->comm))
         return 0;
     return pack(self);
-}
-
-/* A tensor's version counter, or -1 with an exception. */
-static long version_of(PyObject *tensor)
-{
-    PyObject *version = PyObject_GetAttrString(tensor, "_version");
-    const long number = version != NULL ? PyLong_AsLong(version) : -1;
-    Py_XDECREF(version);
-    return number;
 }
 
 /* 1 or 0, or -1. */
@@ -197,7 +185,7 @@ static int put_off(reducer_object *self)
         if (read_buffer(self, buffer, &object, &tensor) < 0)
             return -1;
         Py_XSETREF(buffer->seen, object);
-        buffer->version = object != NULL ? version_of(object) : 0;
+        buffer->version = object != NULL ? pli_tensor_version(object) : 0;
         if (buffer->version < 0)
             return -1;
     }
@@ -323,7 +311,7 @@ static int is_as_seen(reducer_object *self, const grad_buffer *buffer, PyObject 
     const int is_read = read_buffer(self, buffer, out, tensor);
     if (is_read <= 0)
         return is_read;
-    const long version = version_of(*out);
+    const long version = pli_tensor_version(*out);
     return version < 0 ? -1 : version == buffer->version;
 }
 
@@ -345,7 +333,7 @@ static int launch_in(reducer_object *self)
         Py_XDECREF(object);
     }
     if (status == 0)
-        status = pli_gpu_step_copy(self, self->device.stream);
+        status = pli_step_copy(self, self->device.stream);
     if (status == 0 && PyList_GET_SIZE(written) > 0)
         status = pli_increment_versions(state, written);
     self->device.n_copies = 0;

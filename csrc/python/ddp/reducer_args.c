@@ -8,12 +8,11 @@ static int check_sizes(const pli_reducer_args *args)
 {
     if (args->bucket_bytes > 0 && args->last_bytes > 0 && args->view_bytes >= 0)
         return 0;
-    PyErr_Format(
+    return pli_error(
         PyExc_ValueError,
         "bucket_bytes %zd and last_bytes %zd must be positive, view_bytes %zd not "
         "negative",
         args->bucket_bytes, args->last_bytes, args->view_bytes);
-    return -1;
 }
 
 static int read_each_cap(PyObject *sequence, size_t n, size_t *each)
@@ -23,10 +22,8 @@ static int read_each_cap(PyObject *sequence, size_t n, size_t *each)
             PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(sequence, (Py_ssize_t)k));
         if (cap == -1 && PyErr_Occurred())
             return -1;
-        if (cap <= 0) {
-            PyErr_Format(PyExc_ValueError, "caps[%zu] is %zd: give bytes", k, cap);
-            return -1;
-        }
+        if (cap <= 0)
+            return pli_error(PyExc_ValueError, "caps[%zu] is %zd: give bytes", k, cap);
         each[k] = (size_t)cap;
     }
     return 0;
@@ -76,8 +73,8 @@ static int read_param(const module_state *state, dl_device place, size_t i,
     return pli_check(state, pli_layout_copy(&tensor.layout, &slot->layout));
 }
 
-int pli_reducer_read_params(const module_state *state, dl_device place,
-                            PyObject *params, grad_slot **out, size_t *out_n)
+static int read_params(const module_state *state, dl_device place, PyObject *params,
+                       pli_reducer_parts *out)
 {
     int status = -1;
     PyObject *fast = PySequence_Fast(params, "params: give a sequence of tensors");
@@ -88,12 +85,13 @@ int pli_reducer_read_params(const module_state *state, dl_device place,
         PyErr_SetString(PyExc_ValueError, "params is empty: give at least one tensor");
         goto done;
     }
-    if (pli_check(state, pli_calloc(n, sizeof **out, "gradients", out)) != 0)
+    if (pli_check(state, pli_calloc(n, sizeof *out->slots, "gradients", &out->slots)) !=
+        0)
         goto done;
-    *out_n = n;
+    out->n_slots = n;
     for (size_t i = 0; i < n; i++)
         if (read_param(state, place, i, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)i),
-                       *out + i) != 0)
+                       &out->slots[i]) != 0)
             goto done;
     status = 0;
 done:
@@ -108,11 +106,9 @@ static int read_buffer(const module_state *state, dl_device place, PyObject *pai
     pli_tensor tensor;
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
         !PyDict_Check(PyTuple_GET_ITEM(pair, 0)) ||
-        !PyUnicode_Check(PyTuple_GET_ITEM(pair, 1))) {
-        PyErr_Format(PyExc_TypeError, "buffers has %R: give pairs of (dict, name)",
-                     pair);
-        return -1;
-    }
+        !PyUnicode_Check(PyTuple_GET_ITEM(pair, 1)))
+        return pli_error(PyExc_TypeError, "buffers has %R: give pairs of (dict, name)",
+                         pair);
     owner = PyTuple_GET_ITEM(pair, 0);
     name = PyTuple_GET_ITEM(pair, 1);
     PyObject *object = PyDict_GetItemWithError(owner, name);
@@ -131,26 +127,26 @@ static int read_buffer(const module_state *state, dl_device place, PyObject *pai
     return 0;
 }
 
-int pli_reducer_read_buffers(const module_state *state, dl_device place,
-                             PyObject *buffers, grad_buffer **out, size_t *out_n,
-                             size_t *out_bytes)
+static int read_buffers(const module_state *state, dl_device place, PyObject *buffers,
+                        pli_reducer_parts *out)
 {
     int status = -1;
     PyObject *fast =
         PySequence_Fast(buffers, "buffers: give a sequence of (dict, name)");
     if (fast == NULL)
         return -1;
-    const size_t n = (size_t)PySequence_Fast_GET_SIZE(fast);
-    if (pli_check(state, pli_calloc(n, sizeof **out, "buffers", out)) != 0)
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+    if (pli_check(state, pli_calloc((size_t)n, sizeof *out->buffers, "buffers",
+                                    &out->buffers)) != 0)
         goto done;
-    for (size_t b = 0; b < n; b++) {
-        grad_buffer *buffer = *out + b;
-        if (read_buffer(state, place, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)b),
-                        *out_bytes, buffer) != 0)
+    for (Py_ssize_t b = 0; b < n; b++) {
+        grad_buffer *buffer = &out->buffers[b];
+        if (read_buffer(state, place, PySequence_Fast_GET_ITEM(fast, b),
+                        out->spec.extra_bytes, buffer) != 0)
             goto done;
-        *out_bytes +=
+        out->spec.extra_bytes +=
             (buffer->n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
-        *out_n = b + 1;
+        out->n_buffers++;
     }
     status = 0;
 done:
@@ -158,26 +154,26 @@ done:
     return status;
 }
 
-int pli_reducer_read_sparse(PyObject *sparse, int is_on_device, grad_slot *slots,
-                            size_t n_slots)
+static int read_sparse(const pli_reducer_args *args, pli_reducer_parts *out)
 {
     int status = -1;
-    PyObject *fast = sparse != NULL
-                         ? PySequence_Fast(sparse, "sparse: give a sequence of indices")
-                         : PyTuple_New(0);
+    PyObject *fast =
+        args->sparse != NULL
+            ? PySequence_Fast(args->sparse, "sparse: give a sequence of indices")
+            : PyTuple_New(0);
     if (fast == NULL)
         return -1;
     for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(fast); k++) {
         const Py_ssize_t i = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(fast, k));
         if (i == -1 && PyErr_Occurred())
             goto done;
-        if (i < 0 || (size_t)i >= n_slots || slots[i].layout->n_dims == 0) {
+        if (i < 0 || (size_t)i >= out->n_slots || out->slots[i].layout->n_dims == 0) {
             PyErr_Format(PyExc_ValueError,
                          "sparse has %zd: give indices of params that have rows", i);
             goto done;
         }
-        if (!is_on_device)
-            slots[i].policy = POLICY_SPARSE;
+        if (!args->is_on_device)
+            out->slots[i].policy = POLICY_SPARSE;
     }
     status = 0;
 done:
@@ -211,35 +207,38 @@ void pli_free_buffers(grad_buffer *buffers, size_t n_buffers)
     pli_free(buffers);
 }
 
-int pli_reducer_make_spec(const module_state *state, const pli_reducer_args *args,
-                          const grad_slot *slots, size_t n_slots, size_t extra_bytes,
-                          pl_reducer_spec *out)
+static int make_spec(const module_state *state, const pli_reducer_args *args,
+                     pli_reducer_parts *out)
 {
     pl_param *params = NULL;
-    pl_plan_caps caps;
-    if (pli_reducer_read_caps(state, args, &caps) != 0)
+    pl_reducer_spec *spec = &out->spec;
+    if (pli_check(state,
+                  pli_calloc(out->n_slots, sizeof *params, "parameters", &params)) != 0)
         return -1;
-    if (pli_check(state, pli_calloc(n_slots, sizeof *params, "parameters", &params)) !=
-        0) {
-        pli_free((void *)caps.each);
-        return -1;
+    spec->params = params;
+    spec->n_params = out->n_slots;
+    spec->world_size = args->world_size;
+    for (size_t i = 0; i < out->n_slots; i++) {
+        const grad_slot *slot = &out->slots[i];
+        const int is_sparse = slot->policy == POLICY_SPARSE;
+        params[i] = (pl_param){.n_elems = is_sparse ? 0 : slot->layout->n_elems,
+                               .dtype = slot->layout->dtype};
+        if (is_sparse)
+            spec->staging_bytes = PLI_EXCHANGE_BYTES;
     }
-    size_t n_sparse = 0;
-    for (size_t i = 0; i < n_slots; i++) {
-        const size_t is_sparse = slots[i].policy == POLICY_SPARSE;
-        params[i] = (pl_param){.n_elems = is_sparse ? 0 : slots[i].layout->n_elems,
-                               .dtype = slots[i].layout->dtype};
-        n_sparse += is_sparse;
-    }
-    *out = (pl_reducer_spec){
-        .params = params,
-        .n_params = n_slots,
-        .world_size = args->world_size,
-        .extra_bytes = extra_bytes,
-        .staging_bytes = n_sparse > 0 ? PLI_EXCHANGE_BYTES : 0,
-        .caps = caps,
-    };
-    return 0;
+    return pli_reducer_read_caps(state, args, &spec->caps);
+}
+
+int pli_reducer_read(const module_state *state, dl_device place,
+                     const pli_reducer_args *args, pli_reducer_parts *out)
+{
+    *out = (pli_reducer_parts){.n_slots = 0};
+    return read_params(state, place, args->params, out) != 0 ||
+                   read_sparse(args, out) != 0 ||
+                   read_buffers(state, place, args->buffers, out) != 0 ||
+                   make_spec(state, args, out) != 0
+               ? -1
+               : 0;
 }
 
 void pli_reducer_free_spec(pl_reducer_spec *spec)
@@ -272,8 +271,7 @@ static int read_device(const module_state *state, PyObject *device)
 {
     if (device == Py_None || Py_IS_TYPE(device, state->gpu_type))
         return 0;
-    PyErr_Format(PyExc_TypeError, "device is %R: give a Device, or None", device);
-    return -1;
+    return pli_error(PyExc_TypeError, "device is %R: give a Device, or None", device);
 }
 
 PyObject *pli_measure(PyObject *module, PyObject *args)
@@ -283,10 +281,7 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
     pli_reducer_args read = {0};
     PyObject *device = Py_None;
     dl_device place;
-    grad_slot *slots = NULL;
-    grad_buffer *buffers = NULL;
-    size_t n_slots = 0, n_buffers = 0, extra_bytes = 0;
-    pl_reducer_spec spec = {0};
+    pli_reducer_parts parts;
     PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "OOnn|OOi:measure", &read.params, &read.buffers,
                           &read.bucket_bytes, &read.last_bytes, &read.sparse, &device,
@@ -294,17 +289,13 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
         read_device(state, device) != 0 || check_sizes(&read) != 0 ||
         read_place(state, read.params, device, &place) != 0)
         return NULL;
-    if (pli_reducer_read_params(state, place, read.params, &slots, &n_slots) == 0 &&
-        pli_reducer_read_sparse(read.sparse, device != Py_None || place.type != DL_CPU,
-                                slots, n_slots) == 0 &&
-        pli_reducer_read_buffers(state, place, read.buffers, &buffers, &n_buffers,
-                                 &extra_bytes) == 0 &&
-        pli_reducer_make_spec(state, &read, slots, n_slots, extra_bytes, &spec) == 0)
-        result = Py_BuildValue("nnn", (Py_ssize_t)pl_reducer_arena_bytes(&spec),
-                               (Py_ssize_t)pl_reducer_max_ops(&spec),
-                               (Py_ssize_t)pl_reducer_header_bytes(&spec));
-    pli_free_slots(slots, n_slots);
-    pli_free_buffers(buffers, n_buffers);
-    pli_reducer_free_spec(&spec);
+    read.is_on_device = device != Py_None || place.type != DL_CPU;
+    if (pli_reducer_read(state, place, &read, &parts) == 0)
+        result = Py_BuildValue("nnn", (Py_ssize_t)pl_reducer_arena_bytes(&parts.spec),
+                               (Py_ssize_t)pl_reducer_max_ops(&parts.spec),
+                               (Py_ssize_t)pl_reducer_header_bytes(&parts.spec));
+    pli_free_slots(parts.slots, parts.n_slots);
+    pli_free_buffers(parts.buffers, parts.n_buffers);
+    pli_reducer_free_spec(&parts.spec);
     return result;
 }

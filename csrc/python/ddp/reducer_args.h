@@ -15,6 +15,7 @@ typedef struct pli_reducer_args {
     PyObject *sparse;      /* sequence of indices into params; NULL: none */
     PyObject *caps;        /* sequence of a size for each bucket; NULL: none */
     int world_size;        /* 0: up to PL_MAX_RANKS */
+    int is_on_device;
 } pli_reducer_args;
 
 /* The caps of buckets, checked; out->each is for pli_free().  -1 with ValueError where
@@ -22,23 +23,19 @@ typedef struct pli_reducer_args {
 int pli_reducer_read_caps(const module_state *state, const pli_reducer_args *args,
                           pl_plan_caps *out);
 
-/* Layouts of the parameters, and where the buffers are; for pli_free_slots() and
- * pli_free_buffers(), after a failure too. */
-int pli_reducer_read_params(const module_state *state, dl_device place,
-                            PyObject *params, grad_slot **out, size_t *out_n);
-int pli_reducer_read_buffers(const module_state *state, dl_device place,
-                             PyObject *buffers, grad_buffer **out, size_t *out_n,
-                             size_t *out_bytes);
+/* What they make up. */
+typedef struct pli_reducer_parts {
+    grad_slot *slots; /* for pli_free_slots() */
+    size_t n_slots;
+    grad_buffer *buffers; /* for pli_free_buffers() */
+    size_t n_buffers;
+    pl_reducer_spec spec; /* for pli_reducer_free_spec() */
+} pli_reducer_parts;
 
-/* Gives those parameters the sparse policy that are declared so; on a GPU they are
- * reduced densely, as any. */
-int pli_reducer_read_sparse(PyObject *sparse, int is_on_device, grad_slot *slots,
-                            size_t n_slots);
-
-/* The core's view of the same; for pli_reducer_free_spec(). */
-int pli_reducer_make_spec(const module_state *state, const pli_reducer_args *args,
-                          const grad_slot *slots, size_t n_slots, size_t extra_bytes,
-                          pl_reducer_spec *out);
+/* Reads all but the world; *out is to be freed after a failure too.  On a GPU those
+ * that are declared sparse are reduced densely, as any. */
+int pli_reducer_read(const module_state *state, dl_device place,
+                     const pli_reducer_args *args, pli_reducer_parts *out);
 void pli_reducer_free_spec(pl_reducer_spec *spec);
 
 /* measure(params, buffers, bucket_bytes, last_bytes, sparse, device, world_size)

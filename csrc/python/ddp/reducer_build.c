@@ -2,6 +2,7 @@
 #include "reducer_build.h"
 
 #include "core/alloc.h"
+#include "gpu_step.h"
 #include "hook_type.h"
 
 enum { MOST_RETAINED_BYTES = 64 << 20 };
@@ -67,40 +68,29 @@ static int may_retain(const reducer_object *self)
 }
 
 /* Every rank does this at the same time. */
-static int prepare(const module_state *state, reducer_object *self)
+static int prepare(reducer_object *self)
 {
-    pl_status st;
-    pl_stream *stream = NULL;
     if (!pli_is_on_device(self))
         return 0;
-    if (pli_gpu_current_stream(state, self->device.gpu, &stream) != 0)
+    if (pli_gpu_step_read_stream(self) != 0)
         return -1;
-    pl_reducer_set_stream(self->reducer, stream);
-    Py_BEGIN_ALLOW_THREADS
-    st = pl_reducer_prepare(self->reducer);
-    Py_END_ALLOW_THREADS
-    return pli_check(state, st);
+    return pli_call_reducer(self, pl_reducer_prepare);
 }
 
 int pli_reducer_build(const module_state *state, reducer_object *self,
                       const pli_reducer_args *args)
 {
-    size_t extra_bytes = 0;
-    pl_reducer_spec spec = {0};
+    pli_reducer_parts parts;
     int status = -1;
-    if (pli_reducer_read_params(state, self->device.place, args->params, &self->slots,
-                                &self->n_slots) != 0 ||
-        pli_reducer_read_sparse(args->sparse, pli_is_on_device(self), self->slots,
-                                self->n_slots) != 0 ||
-        pli_reducer_read_buffers(state, self->device.place, args->buffers,
-                                 &self->buffers.all, &self->buffers.n,
-                                 &extra_bytes) != 0 ||
-        pli_reducer_make_spec(state, args, self->slots, self->n_slots, extra_bytes,
-                              &spec) != 0 ||
-        make_backend(state, self) != 0 ||
-        pli_check(state, pl_reducer_create(&spec, self->comm, self->backend,
+    const int is_read = pli_reducer_read(state, self->device.place, args, &parts) == 0;
+    self->slots = parts.slots;
+    self->n_slots = parts.n_slots;
+    self->buffers.all = parts.buffers;
+    self->buffers.n = parts.n_buffers;
+    if (!is_read || make_backend(state, self) != 0 ||
+        pli_check(state, pl_reducer_create(&parts.spec, self->comm, self->backend,
                                            &self->reducer)) != 0 ||
-        prepare(state, self) != 0)
+        prepare(self) != 0)
         goto done;
     for (size_t i = 0; i < self->n_slots; i++) {
         grad_slot *slot = &self->slots[i];
@@ -112,6 +102,6 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
     self->options.retains_grads = (char)(!pli_is_on_device(self) && may_retain(self));
     status = 0;
 done:
-    pli_reducer_free_spec(&spec);
+    pli_reducer_free_spec(&parts.spec);
     return status;
 }

@@ -196,18 +196,19 @@ static inline int pli_increment_version(const module_state *state, PyObject *ten
     return status;
 }
 
-/* 1 or 0 as a call of `question` answers, or -1. */
-static inline int pli_ask(PyObject *question)
-{
-    PyObject *answer = PyObject_CallNoArgs(question);
-    const int is_true = answer != NULL ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return is_true;
-}
-
 static inline int pli_is_on_device(const reducer_object *self)
 {
     return self->device.gpu != NULL;
+}
+
+/* Calls without the GIL: the call may take long, or wait for the device. */
+static inline int pli_call_reducer(const reducer_object *self,
+                                   pl_status (*call)(pl_reducer *))
+{
+    PyThreadState *thread = PyEval_SaveThread();
+    const pl_status st = call(self->reducer);
+    PyEval_RestoreThread(thread);
+    return pli_check(state_of_reducer(self), st);
 }
 
 /* What has the gradient of parameter i as its `.grad`; borrowed. */

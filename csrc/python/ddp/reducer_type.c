@@ -34,10 +34,8 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
             &read.params, &read.buffers, &read.bucket_bytes, &read.last_bytes,
             &read.view_bytes, &read.sparse, &read.caps))
         return NULL;
-    if (state->queue_callback == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "attach_torch() was not called");
-        return NULL;
-    }
+    if (state->queue_callback == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "attach_torch() was not called");
     reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
@@ -57,6 +55,7 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->sync.backward = SYNC_ON;
     self->role = PL_ACTIVE;
     self->owner_pid = getpid();
+    read.is_on_device = pli_is_on_device(self);
     if (pli_reducer_build(state, self, &read) != 0)
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -134,7 +133,6 @@ static void detach_hooks(const reducer_object *self)
 static void reducer_dealloc(PyObject *object)
 {
     reducer_object *self = reducer_of(object);
-    PyTypeObject *type = Py_TYPE(object);
     detach_hooks(self);
     pli_reducers_leave(state_of(object), self);
     PyObject_GC_UnTrack(object);
@@ -149,8 +147,7 @@ static void reducer_dealloc(PyObject *object)
     pli_backend_destroy(self->backend);
     pli_free(self->device.copies);
     Py_CLEAR(self->world); /* last: all of the above lives in its memory */
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 /* ---- methods -------------------------------------------------------------------- */
@@ -191,20 +188,18 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
         return NULL;
     if (self->unseen == FAILURE_UNSEEN) {
         self->unseen = NO_FAILURE_UNSEEN;
-        PyErr_SetString(PyExc_RuntimeError,
-                        "the last backward's gradients were not averaged: compiled "
-                        "autograd ran it outside of the main thread and left "
-                        "parameters unused; run it in the main thread");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError,
+                            "the last backward's gradients were not averaged: compiled "
+                            "autograd ran it outside of the main thread and left "
+                            "parameters unused; run it in the main thread");
     }
     if (pl_reducer_is_active(self->reducer)) {
         /* The optimizer has run since, on gradients that were not averaged. */
         pli_step_fail(self, "the end of the last backward was never seen");
-        PyErr_SetString(
+        return PyErr_Format(
             PyExc_RuntimeError,
             "the last backward's gradients were not averaged, since its end "
             "was never seen: run the model's forward through the wrapper");
-        return NULL;
     }
     self->sync.backward = SYNC_ON;
     if (leave_failure(self) != 0 ||
@@ -263,9 +258,7 @@ static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
     (void)ignored;
-    if (pli_buffers_apply(reducer_of(object)) != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(pli_buffers_apply(reducer_of(object)));
 }
 
 static PyObject *reducer_sync_buffers(PyObject *object, PyObject *ignored)
@@ -348,17 +341,10 @@ static PyObject *reducer_get_buckets(PyObject *object, void *closure)
     for (size_t b = 0; buckets != NULL && b < plan->n_buckets; b++) {
         const pl_bucket_plan *bucket = &plan->buckets[b];
         PyObject *members = PyList_New((Py_ssize_t)bucket->n_params);
-        for (size_t m = 0; members != NULL && m < bucket->n_params; m++) {
-            PyObject *index = PyLong_FromUnsignedLong(bucket->params[m]);
-            if (index == NULL)
-                Py_CLEAR(members);
-            else
-                PyList_SET_ITEM(members, (Py_ssize_t)m, index);
-        }
-        if (members == NULL)
-            Py_CLEAR(buckets);
-        else
-            PyList_SET_ITEM(buckets, (Py_ssize_t)b, members);
+        for (size_t m = 0; members != NULL && m < bucket->n_params; m++)
+            pli_list_put(&members, (Py_ssize_t)m,
+                         PyLong_FromUnsignedLong(bucket->params[m]));
+        pli_list_put(&buckets, (Py_ssize_t)b, members);
     }
     return buckets;
 }
@@ -408,13 +394,11 @@ static PyMethodDef reducer_methods[] = {
     {"shadow_step", pli_join_shadow_step, METH_VARARGS,
      "shadow_step($self, is_first, binds_results, /)\n--\n\nTake part in one step "
      "without gradients; return the number of ranks that had gradients, and the "
-     "highest "
-     "rank that took its first shadow step, or -1."},
+     "highest rank that took its first shadow step, or -1."},
     {"set_join", pli_join_set, METH_VARARGS,
      "set_join($self, divides_by_active, raises, /)\n--\n\nForget who was missing; set "
      "whether means are over the active ranks, and whether backward raises where a "
-     "rank "
-     "is missing."},
+     "rank is missing."},
     {"abandon", pli_join_abandon, METH_O,
      "abandon($self, text, /)\n--\n\nSend to the peers, unless they know, that this "
      "rank will not take the next step, and why."},
@@ -422,16 +406,14 @@ static PyMethodDef reducer_methods[] = {
      METH_VARARGS | METH_KEYWORDS,
      "set_comm_hook($self, hook, bucket_bytes, last_bytes, caps=())\n--\n\nHave a hook "
      "average the buckets from now on, laid out anew under these caps: its "
-     "post(bucket) "
-     "is called with each that is full, its finish() when all are, abandon() when a "
-     "step fails, and finish_sparse(params, is_active, binds) with what is declared "
-     "sparse."},
+     "post(bucket) is called with each that is full, its finish() when all are, "
+     "abandon() when a step fails, and finish_sparse(params, is_active, binds) with "
+     "what is declared sparse."},
     {"poll", pli_comm_hook_poll, METH_NOARGS,
      "poll($self, /)\n--\n\nRaise where a rank has failed or is gone."},
     {"read_bucket", pli_comm_hook_read_bucket, METH_VARARGS,
      "read_bucket($self, bucket, tensor, /)\n--\n\nCopy a bucket's gradients, one "
-     "after "
-     "another, to a tensor."},
+     "after another, to a tensor."},
     {"write_bucket", pli_comm_hook_write_bucket, METH_VARARGS,
      "write_bucket($self, bucket, tensor, /)\n--\n\nThe reverse of read_bucket()."},
     {NULL, NULL, 0, NULL},
@@ -492,9 +474,4 @@ static PyType_Slot reducer_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_reducer_spec = {
-    .name = "paceline._native.Reducer",
-    .basicsize = sizeof(reducer_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = reducer_slots,
-};
+PLI_TYPE(reducer, Reducer, Py_TPFLAGS_HAVE_GC);

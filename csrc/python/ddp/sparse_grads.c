@@ -90,10 +90,9 @@ static int read_rows(const module_state *state, PyObject *tuple, const pl_table 
         tensor.layout.n_elems == out->n_rows * table->row_elems)
         return 0;
 misfit:
-    PyErr_SetString(PyExc_RuntimeError,
-                    "a sparse gradient does not fit its parameter: wrap the model "
-                    "again after changing its parameters");
-    return -1;
+    return pli_error(PyExc_RuntimeError,
+                     "a sparse gradient does not fit its parameter: wrap the model "
+                     "again after changing its parameters");
 }
 
 static pl_table table_of(const pli_layout *layout)
@@ -271,19 +270,12 @@ static int has_layout_of(PyObject *tensor, PyObject *other)
 static int overwrite(const module_state *state, PyObject *grad, PyObject *mean)
 {
     PyObject *is_sparse = PyObject_GetAttrString(mean, "is_sparse");
-    PyObject *target = NULL, *result = NULL;
     int status = -1;
-    if (is_sparse == Py_True) {
+    if (is_sparse == Py_True)
         status = PyObject_SetAttr(grad, state->name_data, mean);
-    } else if (is_sparse != NULL) {
-        target = PyObject_CallMethod(grad, "detach", NULL);
-        result =
-            target != NULL ? PyObject_CallMethod(target, "copy_", "O", mean) : NULL;
-        status = result != NULL ? 0 : -1;
-    }
+    else if (is_sparse != NULL)
+        status = pli_tensor_overwrite(grad, mean);
     Py_XDECREF(is_sparse);
-    Py_XDECREF(target);
-    Py_XDECREF(result);
     return status == 0 ? pli_increment_version(state, grad) : -1;
 }
 

@@ -46,7 +46,8 @@ static pl_status wait_slice(void *reducer, int64_t slice_ns)
 /* Whether the backward is recorded itself (create_graph). */
 static int read_recording(reducer_object *self)
 {
-    const int is_recorded = pli_ask(state_of_reducer(self)->is_grad_enabled);
+    const int is_recorded =
+        pli_is_true(PyObject_CallNoArgs(state_of_reducer(self)->is_grad_enabled));
     if (is_recorded < 0)
         return -1;
     self->recording = is_recorded ? RECORDING_ON : RECORDING_OFF;
@@ -57,12 +58,11 @@ int pli_step_check_process(const reducer_object *self)
 {
     if (getpid() == self->owner_pid)
         return 0;
-    PyErr_Format(
+    return pli_error(
         PyExc_RuntimeError,
         "this process (%d) was forked from rank %d (process %d) and is no rank "
         "itself: use the bare model (wrapper.module) here",
         (int)getpid(), pl_comm_rank(self->comm), self->owner_pid);
-    return -1;
 }
 
 int pli_step_recover(reducer_object *self)
@@ -108,7 +108,6 @@ static int protect_views(reducer_object *self)
     if (!pli_is_on_device(self))
         return 0;
     self->device.n_released = 0;
-    self->device.n_copies = 0;
     if (self->window == NULL || pli_window_n_views(self->window) == 0)
         return 0;
     const int is_kept_anywhere = is_any_kept(self);
@@ -118,11 +117,10 @@ static int protect_views(reducer_object *self)
         return -1;
     if (!captures)
         return pli_grad_window_refresh(self);
-    PyErr_SetString(PyExc_RuntimeError,
-                    "a CUDA graph captures a backward while gradients of an earlier "
-                    "step are kept: drop them first, and call "
-                    "zero_grad(set_to_none=True)");
-    return -1;
+    return pli_error(PyExc_RuntimeError,
+                     "a CUDA graph captures a backward while gradients of an earlier "
+                     "step are kept: drop them first, and call "
+                     "zero_grad(set_to_none=True)");
 }
 
 /* ---- a step begins -------------------------------------------------------------- */
@@ -164,10 +162,9 @@ int pli_step_enter(reducer_object *self, size_t i, long task)
             return -1;
         self->context.task = task;
     } else if (self->context.task != task) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "gradients of a model came from two backwards at once, one of "
-                        "them of torch.distributed.autograd: run one after the other");
-        return -1;
+        return pli_error(PyExc_RuntimeError,
+                         "gradients of a model came from two backwards at once, one of "
+                         "them of torch.distributed.autograd: run one after the other");
     }
     /* An inner backward's callback may have run: the outer one needs another. */
     if (self->n_backward_ends == 0 && self->engine == ENGINE_CALLS_BACK &&
@@ -185,13 +182,9 @@ int pli_step_finish_inline(reducer_object *self)
 
 static int close_reducer(reducer_object *self)
 {
-    pl_status st;
-    if (!pli_is_on_device(self))
-        return pli_check(state_of_reducer(self), pl_reducer_close(self->reducer));
-    Py_BEGIN_ALLOW_THREADS
-    st = pl_reducer_close(self->reducer);
-    Py_END_ALLOW_THREADS
-    return pli_check(state_of_reducer(self), st);
+    return pli_is_on_device(self)
+               ? pli_call_reducer(self, pl_reducer_close)
+               : pli_check(state_of_reducer(self), pl_reducer_close(self->reducer));
 }
 
 /* Takes a gradient that was deferred, or marks a parameter that none came for. */
@@ -227,16 +220,9 @@ static int close_step(reducer_object *self)
  */
 static int wait_step(reducer_object *self)
 {
-    const module_state *state = state_of_reducer(self);
-    pl_status st;
-    if (pli_wait_in_slices(state, wait_slice, self->reducer) != 0)
+    if (pli_wait_in_slices(state_of_reducer(self), wait_slice, self->reducer) != 0)
         return -1;
-    if (!pli_is_on_device(self))
-        return 0;
-    Py_BEGIN_ALLOW_THREADS
-    st = pl_reducer_order(self->reducer);
-    Py_END_ALLOW_THREADS
-    return pli_check(state, st);
+    return pli_is_on_device(self) ? pli_call_reducer(self, pl_reducer_order) : 0;
 }
 
 /* The second all-reduce: of those parameters that some rank got a gradient for after
@@ -264,6 +250,7 @@ static void drop_gradients(reducer_object *self)
             PyErr_Clear();
         pli_results_drop(self, i);
     }
+    self->device.n_copies = 0;
     pli_buffers_forget(self);
     pli_context_close(self);
 }
@@ -289,12 +276,7 @@ static int check_is_same_step(reducer_object *self)
 /* Divides by the number of active ranks, where a join asks for that. */
 static int rescale(reducer_object *self)
 {
-    if (!pli_is_to_rescale(self))
-        return 0;
-    PyThreadState *thread = PyEval_SaveThread();
-    const pl_status st = pl_reducer_rescale(self->reducer);
-    PyEval_RestoreThread(thread);
-    return pli_check(state_of_reducer(self), st);
+    return pli_is_to_rescale(self) ? pli_call_reducer(self, pl_reducer_rescale) : 0;
 }
 
 static int bind_results(reducer_object *self)
@@ -355,8 +337,7 @@ static int call_on_finish(reducer_object *self)
     PyObject *call = Py_NewRef(self->on_finish); /* it may be set anew meanwhile */
     PyObject *result = PyObject_CallNoArgs(call);
     Py_DECREF(call);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return pli_drop(result);
 }
 
 /* -1, with torch's exception, where a rank has run out of batches and the join context
@@ -366,10 +347,10 @@ static int check_join_end(const reducer_object *self)
     if (self->join.end == JOIN_GOES_ON || self->role != PL_ACTIVE ||
         !pli_is_anyone_missing(self))
         return 0;
-    PyErr_SetString(PyExc_RuntimeError,
-                    "Detected at least one rank that exhausted inputs. Throwing across "
-                    "all ranks.");
-    return -1;
+    return pli_error(
+        PyExc_RuntimeError,
+        "Detected at least one rank that exhausted inputs. Throwing across "
+        "all ranks.");
 }
 
 int pli_step_finish(reducer_object *self)
@@ -423,20 +404,14 @@ int pli_step_finish_all(reducer_object *self)
     return status;
 }
 
-/* On a device the communicator is aborted, which may take a while. */
-static void fail_reducer(reducer_object *self, const char *text)
-{
-    PyThreadState *thread = pli_is_on_device(self) ? PyEval_SaveThread() : NULL;
-    pl_reducer_fail(self->reducer, text);
-    if (thread != NULL)
-        PyEval_RestoreThread(thread);
-}
-
 void pli_step_fail(reducer_object *self, const char *text)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    fail_reducer(self, text);
+    /* On a device the communicator is aborted, which may take a while. */
+    PyThreadState *thread = pli_let_go(self->device.gpu);
+    pl_reducer_fail(self->reducer, text);
+    pli_take_back(thread);
     pli_forwards_take_back(self);
     pli_comm_hook_abandon(self);
     drop_gradients(self);

@@ -40,13 +40,14 @@ typedef struct pli_gpu_world {
 int pli_gpu_world_create(module_state *state, const pli_gpu_world *world,
                          pl_comm **comm);
 
-/* ... whose calls may wait for the device: in the watchdog's name, and others'. */
-static inline PyThreadState *pli_world_let_go(const world_object *self)
+/* Releases the GIL where there is a device: calls may wait for it, or for the watchdog.
+ * Then takes it back. */
+static inline PyThreadState *pli_let_go(const gpu_object *gpu)
 {
-    return self->gpu != NULL ? PyEval_SaveThread() : NULL;
+    return gpu != NULL ? PyEval_SaveThread() : NULL;
 }
 
-static inline void pli_world_take_back(PyThreadState *thread)
+static inline void pli_take_back(PyThreadState *thread)
 {
     if (thread != NULL)
         PyEval_RestoreThread(thread);

@@ -22,10 +22,9 @@ static int read_ints(PyObject *sequence, const char *what, int *out, Py_ssize_t 
 /* The tuple owns the texts. */
 static int read_names(PyObject *names, pli_world_hosts *out)
 {
-    if (!PyTuple_Check(names) || PyTuple_GET_SIZE(names) != out->n_hosts) {
-        PyErr_Format(PyExc_ValueError, "hosts: give a tuple of %d names", out->n_hosts);
-        return -1;
-    }
+    if (!PyTuple_Check(names) || PyTuple_GET_SIZE(names) != out->n_hosts)
+        return pli_error(PyExc_ValueError, "hosts: give a tuple of %d names",
+                         out->n_hosts);
     for (int h = 0; h < out->n_hosts; h++)
         if ((out->names[h] = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, h))) == NULL)
             return -1;
@@ -42,28 +41,27 @@ static int find_rank(int rank, int world_size, pli_world_hosts *out)
             out->host = h;
             out->first_rank = first;
             out->inner_rank = rank - first;
+            out->inner_size = out->n_ranks[h];
         }
         first += out->n_ranks[h];
     }
     if (first == world_size && out->host >= 0)
         return 0;
-    PyErr_Format(PyExc_ValueError, "hosts have %d ranks, and the world has %d", first,
-                 world_size);
-    return -1;
+    return pli_error(PyExc_ValueError, "hosts have %d ranks, and the world has %d",
+                     first, world_size);
 }
 
 int pli_world_hosts_read(PyObject *hosts, int rank, int world_size,
                          pli_world_hosts *out)
 {
     PyObject *n_ranks, *names, *fds;
-    *out = (pli_world_hosts){.n_hosts = 0};
+    *out = (pli_world_hosts){.inner_rank = rank, .inner_size = world_size};
     if (hosts == NULL || hosts == Py_None)
         return 0;
     if (!PyTuple_Check(hosts) ||
-        !PyArg_ParseTuple(hosts, "OOO:hosts", &n_ranks, &names, &fds)) {
-        PyErr_Format(PyExc_TypeError, "hosts is %R: give (n_ranks, names, fds)", hosts);
-        return -1;
-    }
+        !PyArg_ParseTuple(hosts, "OOO:hosts", &n_ranks, &names, &fds))
+        return pli_error(PyExc_TypeError, "hosts is %R: give (n_ranks, names, fds)",
+                         hosts);
     out->n_hosts = read_ints(n_ranks, "hosts", out->n_ranks, PLI_MAX_HOSTS);
     if (out->n_hosts < 0 || read_names(names, out) != 0 ||
         find_rank(rank, world_size, out) != 0)
@@ -74,13 +72,12 @@ int pli_world_hosts_read(PyObject *hosts, int rank, int world_size,
         return -1;
     out->has_links = n_fds > 0;
     if (out->has_links != (out->inner_rank == 0) ||
-        (out->has_links && n_fds != out->n_hosts * PLI_N_LINK_STREAMS)) {
-        PyErr_Format(PyExc_ValueError,
-                     "hosts: %d sockets for rank %d of %d hosts: the first rank of a "
-                     "host gives %d a host, others none",
-                     n_fds, rank, out->n_hosts, PLI_N_LINK_STREAMS);
-        return -1;
-    }
+        (out->has_links && n_fds != out->n_hosts * PLI_N_LINK_STREAMS))
+        return pli_error(
+            PyExc_ValueError,
+            "hosts: %d sockets for rank %d of %d hosts: the first rank of a "
+            "host gives %d a host, others none",
+            n_fds, rank, out->n_hosts, PLI_N_LINK_STREAMS);
     return 0;
 }
 

@@ -8,8 +8,9 @@
 typedef struct pli_world_hosts {
     int n_hosts; /* 0: all ranks are on one */
     int host;    /* this rank's */
-    int inner_rank;
     int first_rank;
+    int inner_rank; /* this rank's number among those that share memory with it, */
+    int inner_size; /* ... of which there are so many */
     int n_ranks[PLI_MAX_HOSTS];
     const char *names[PLI_MAX_HOSTS]; /* borrowed */
     int fds[PLI_MAX_HOSTS * PLI_N_LINK_STREAMS];
@@ -19,17 +20,6 @@ typedef struct pli_world_hosts {
 /* Reads (n_ranks, names, fds), or None. */
 int pli_world_hosts_read(PyObject *hosts, int rank, int world_size,
                          pli_world_hosts *out);
-
-/* The ranks that share memory with this one, and its number among them. */
-static inline int pli_world_hosts_size(const pli_world_hosts *hosts, int world_size)
-{
-    return hosts->n_hosts > 0 ? hosts->n_ranks[hosts->host] : world_size;
-}
-
-static inline int pli_world_hosts_rank(const pli_world_hosts *hosts, int rank)
-{
-    return hosts->n_hosts > 0 ? hosts->inner_rank : rank;
-}
 
 /* Has a world of all hosts take the place of this host's, which *comm is; of `options`
  * all is given but what `hosts` and *comm say. */

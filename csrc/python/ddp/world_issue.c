@@ -12,8 +12,7 @@ static int parse_word(const char *what, const char *word, const char *const *wor
         *out = i;
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s: '%s' is not known", what, word);
-    return -1;
+    return pli_error(PyExc_ValueError, "%s: '%s' is not known", what, word);
 }
 
 PyObject *pli_world_issue(PyObject *object, PyObject *args)
@@ -38,21 +37,20 @@ PyObject *pli_world_issue(PyObject *object, PyObject *args)
         parse_word("reduction", reduction_word, reductions, PL_N_REDUCTIONS,
                    &reduction) != 0)
         return NULL;
-    if (offset < 0 || n_elems < 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "offset_bytes is %zd and n_elems is %zd: neither can be negative",
-                     offset, n_elems);
-        return NULL;
-    }
+    if (offset < 0 || n_elems < 0)
+        return PyErr_Format(
+            PyExc_ValueError,
+            "offset_bytes is %zd and n_elems is %zd: neither can be negative", offset,
+            n_elems);
     const pl_op op = {.kind = (pl_op_kind)kind,
                       .reduction = (pl_reduction)reduction,
                       .dtype = (pl_dtype)dtype,
                       .root = root,
                       .offset_bytes = (size_t)offset,
                       .n_elems = (size_t)n_elems};
-    PyThreadState *thread = pli_world_let_go((world_object *)object);
+    PyThreadState *thread = pli_let_go(((world_object *)object)->gpu);
     const pl_status st = pl_comm_issue(comm, &op, &ticket);
-    pli_world_take_back(thread);
+    pli_take_back(thread);
     if (st != PL_OK)
         return pli_raise(state_of(object), st);
     return PyLong_FromUnsignedLongLong(ticket);

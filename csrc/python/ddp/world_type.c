@@ -26,11 +26,10 @@ static int read_pid(PyObject *item, int rank, int *out)
     int overflow = 0;
     const long pid =
         PyLong_Check(item) ? PyLong_AsLongAndOverflow(item, &overflow) : -1;
-    if (overflow != 0 || pid < 0 || pid > INT_MAX) {
-        PyErr_Format(PyExc_ValueError,
-                     "pids[%d] is %R: give a process id, or 0 for none", rank, item);
-        return -1;
-    }
+    if (overflow != 0 || pid < 0 || pid > INT_MAX)
+        return pli_error(PyExc_ValueError,
+                         "pids[%d] is %R: give a process id, or 0 for none", rank,
+                         item);
     *out = (int)pid;
     return 0;
 }
@@ -60,8 +59,8 @@ typedef struct world_arguments {
     double timeout;
     PyObject *pids;
     PyObject *meeting;    /* Listener on rank 0, else its address; None: of one rank */
-    PyObject *group_comm; /* None, or who carries the operations */
-    PyObject *device;     /* None, or the Device that has the gradients */
+    PyObject *group_comm; /* who carries the operations; NULL: none */
+    PyObject *device;     /* the Device that has the gradients; NULL: none */
     Py_ssize_t device_bytes;
     const char *nccl;
     const char *accumulate;
@@ -70,20 +69,10 @@ typedef struct world_arguments {
     pli_world_hosts by_host;
 } world_arguments;
 
-static int uses_group(const world_arguments *arguments)
-{
-    return arguments->group_comm != NULL && arguments->group_comm != Py_None;
-}
-
-static int has_device(const world_arguments *arguments)
-{
-    return arguments->device != NULL && arguments->device != Py_None;
-}
-
 static size_t base_bytes(const world_arguments *arguments)
 {
     return (size_t)arguments->arena_bytes +
-           (has_device(arguments) ? pli_gpu_board_bytes(arguments->world_size) : 0);
+           (arguments->device != NULL ? pli_gpu_board_bytes(arguments->world_size) : 0);
 }
 
 static pl_status join_world(const module_state *state, const world_arguments *arguments,
@@ -93,13 +82,8 @@ static pl_status join_world(const module_state *state, const world_arguments *ar
     const int has_hosts = arguments->by_host.n_hosts > 0;
     const size_t n_ops = (size_t)arguments->n_ops;
     const pli_shm_options options = {
-        .rank = uses_group(arguments)
-                    ? 0
-                    : pli_world_hosts_rank(&arguments->by_host, arguments->rank),
-        .world_size =
-            uses_group(arguments)
-                ? 1
-                : pli_world_hosts_size(&arguments->by_host, arguments->world_size),
+        .rank = arguments->group_comm != NULL ? 0 : arguments->by_host.inner_rank,
+        .world_size = arguments->group_comm != NULL ? 1 : arguments->by_host.inner_size,
         .first_rank = arguments->by_host.first_rank,
         .arena_bytes = base_bytes(arguments),
         .n_ops = has_hosts ? pli_hierarchy_inner_ops(n_ops) : n_ops,
@@ -130,19 +114,14 @@ static pl_status put_group_comm_before(const world_arguments *arguments, pl_comm
 
 static int check_device(const module_state *state, const world_arguments *arguments)
 {
-    if (arguments->device != NULL && arguments->device != Py_None &&
-        !Py_IS_TYPE(arguments->device, state->gpu_type)) {
-        PyErr_Format(PyExc_TypeError, "device is %R: give a Device, or None",
-                     arguments->device);
-        return -1;
-    }
+    if (arguments->device != NULL && !Py_IS_TYPE(arguments->device, state->gpu_type))
+        return pli_error(PyExc_TypeError, "device is %R: give a Device, or None",
+                         arguments->device);
     if (arguments->device_bytes < 0 ||
-        (arguments->device_bytes > 0 && !has_device(arguments))) {
-        PyErr_Format(PyExc_ValueError,
-                     "device_bytes is %zd: give 0 or more, and 0 without a device",
-                     arguments->device_bytes);
-        return -1;
-    }
+        (arguments->device_bytes > 0 && arguments->device == NULL))
+        return pli_error(PyExc_ValueError,
+                         "device_bytes is %zd: give 0 or more, and 0 without a device",
+                         arguments->device_bytes);
     return 0;
 }
 
@@ -156,22 +135,19 @@ static int read_deadline(const module_state *state, world_arguments *arguments)
 
 static int check_arguments(const module_state *state, const world_arguments *arguments)
 {
-    const int is_large = uses_group(arguments) || arguments->by_host.n_hosts > 0;
+    const int is_large =
+        arguments->group_comm != NULL || arguments->by_host.n_hosts > 0;
     const int most_ranks = is_large ? PLI_MAX_GROUP_RANKS : PL_MAX_RANKS;
     if (arguments->world_size < 1 || arguments->world_size > most_ranks ||
-        arguments->rank < 0 || arguments->rank >= arguments->world_size) {
-        PyErr_Format(PyExc_ValueError,
-                     "rank %d of world_size %d: a world has 1 to %d ranks",
-                     arguments->rank, arguments->world_size, most_ranks);
-        return -1;
-    }
-    if (arguments->arena_bytes < 0 || arguments->n_ops < 1) {
-        PyErr_Format(
+        arguments->rank < 0 || arguments->rank >= arguments->world_size)
+        return pli_error(PyExc_ValueError,
+                         "rank %d of world_size %d: a world has 1 to %d ranks",
+                         arguments->rank, arguments->world_size, most_ranks);
+    if (arguments->arena_bytes < 0 || arguments->n_ops < 1)
+        return pli_error(
             PyExc_ValueError,
             "arena_bytes is %zd and n_ops is %zd: give 0 or more, and 1 or more",
             arguments->arena_bytes, arguments->n_ops);
-        return -1;
-    }
     if (!(arguments->timeout > 0.0)) {
         PyObject *timeout = PyFloat_FromDouble(arguments->timeout);
         PyErr_Format(PyExc_ValueError, "timeout is %R: give more than 0 seconds",
@@ -180,19 +156,16 @@ static int check_arguments(const module_state *state, const world_arguments *arg
         return -1;
     }
     const int is_alone =
-        pli_world_hosts_size(&arguments->by_host, arguments->world_size) == 1 ||
-        uses_group(arguments);
-    const int is_met = pli_world_hosts_rank(&arguments->by_host, arguments->rank) == 0
+        arguments->by_host.inner_size == 1 || arguments->group_comm != NULL;
+    const int is_met = arguments->by_host.inner_rank == 0
                            ? Py_IS_TYPE(arguments->meeting, state->listener_type)
                            : PyUnicode_Check(arguments->meeting);
-    if (!is_met && !(is_alone && arguments->meeting == Py_None)) {
-        PyErr_Format(
+    if (!is_met && !(is_alone && arguments->meeting == Py_None))
+        return pli_error(
             PyExc_TypeError,
             "meeting is %R: rank 0 gives its Listener, the others its address, "
             "one that shares no memory None",
             arguments->meeting);
-        return -1;
-    }
     return 0;
 }
 
@@ -212,6 +185,10 @@ static int parse_arguments(const module_state *state, PyObject *args, PyObject *
         pli_world_hosts_read(arguments->hosts, arguments->rank, arguments->world_size,
                              &arguments->by_host) != 0)
         return -1;
+    if (arguments->group_comm == Py_None)
+        arguments->group_comm = NULL;
+    if (arguments->device == Py_None)
+        arguments->device = NULL;
     if (check_arguments(state, arguments) != 0 || check_device(state, arguments) != 0)
         return -1;
     return read_deadline(state, arguments);
@@ -231,10 +208,8 @@ static pl_status join_hosts(const module_state *state, const world_arguments *ar
 /* The group comm is to carry what the ranks say while the rest of the world is made. */
 static int serve(world_object *self)
 {
-    PyObject *result =
-        PyObject_CallMethod(self->group_comm, "serve", "O", (PyObject *)self);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return pli_drop(
+        PyObject_CallMethod(self->group_comm, "serve", "O", (PyObject *)self));
 }
 
 /* Makes the world, layer by layer; what there is of it is the dealloc's to end. */
@@ -244,7 +219,7 @@ static int build_world(module_state *state, world_object *self,
 {
     if (pli_check(state, join_world(state, arguments, pids, address, &self->comm)) != 0)
         return -1;
-    if (uses_group(arguments)) {
+    if (arguments->group_comm != NULL) {
         self->group_comm = Py_NewRef(arguments->group_comm);
         if (pli_check(state, put_group_comm_before(arguments, &self->comm)) != 0)
             return -1;
@@ -252,9 +227,9 @@ static int build_world(module_state *state, world_object *self,
     if (arguments->by_host.n_hosts > 0 &&
         pli_check(state, join_hosts(state, arguments, &self->comm)) != 0)
         return -1;
-    if (!has_device(arguments))
+    if (arguments->device == NULL)
         return 0;
-    if (uses_group(arguments) && serve(self) != 0)
+    if (arguments->group_comm != NULL && serve(self) != 0)
         return -1;
     self->gpu = (gpu_object *)Py_NewRef(arguments->device);
     const pli_gpu_world device = {.gpu = self->gpu,
@@ -275,9 +250,7 @@ static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     const char *address = NULL;
     int pids[PLI_MAX_GROUP_RANKS];
     if (parse_arguments(state, args, kwargs, &arguments) != 0 ||
-        read_pids(arguments.pids,
-                  pli_world_hosts_size(&arguments.by_host, arguments.world_size),
-                  pids) != 0)
+        read_pids(arguments.pids, arguments.by_host.inner_size, pids) != 0)
         return NULL;
     if (PyUnicode_Check(arguments.meeting) &&
         (address = PyUnicode_AsUTF8(arguments.meeting)) == NULL)
@@ -294,19 +267,17 @@ static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void world_dealloc(PyObject *object)
 {
     world_object *self = (world_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs(object);
     if (self->gpu == NULL || self->owner_pid == getpid()) {
-        PyThreadState *thread = pli_world_let_go(self);
+        PyThreadState *thread = pli_let_go(self->gpu);
         pl_comm_destroy(self->comm);
-        pli_world_take_back(thread);
+        pli_take_back(thread);
     }
     Py_XDECREF(self->gpu);
     Py_XDECREF(self->group_comm);
     Py_XDECREF(self->recorder);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static pl_comm *comm_of(PyObject *object)
@@ -318,10 +289,8 @@ static PyObject *world_wait(PyObject *object, PyObject *number)
 {
     PLI_ENTER(object);
     const pl_ticket ticket = PyLong_AsUnsignedLongLong(number);
-    if (PyErr_Occurred() != NULL ||
-        pli_wait_for_ticket(state_of(object), comm_of(object), ticket) != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(PyErr_Occurred() != NULL ||
+                    pli_wait_for_ticket(state_of(object), comm_of(object), ticket));
 }
 
 static pl_status recover_slice(void *context, int64_t slice_ns)
@@ -335,9 +304,7 @@ static PyObject *world_recover(PyObject *object, PyObject *ignored)
     PLI_ENTER(object);
     pl_comm *comm = comm_of(object);
     (void)ignored;
-    if (pli_wait_in_slices(state_of(object), recover_slice, comm) != 0)
-        return NULL;
-    Py_RETURN_NONE;
+    return pli_none(pli_wait_in_slices(state_of(object), recover_slice, comm));
 }
 
 const char *pli_text_of(PyObject *argument)
@@ -362,14 +329,11 @@ static PyObject *world_record(PyObject *object, PyObject *argument)
 {
     PLI_ENTER(object);
     world_object *self = (world_object *)object;
-    if (!Py_IS_TYPE(argument, state_of(object)->recorder_type)) {
-        PyErr_Format(PyExc_TypeError, "recorder is %R: give a Recorder", argument);
-        return NULL;
-    }
-    if (self->recorder != NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the world has a recorder already");
-        return NULL;
-    }
+    if (!Py_IS_TYPE(argument, state_of(object)->recorder_type))
+        return PyErr_Format(PyExc_TypeError, "recorder is %R: give a Recorder",
+                            argument);
+    if (self->recorder != NULL)
+        return PyErr_Format(PyExc_RuntimeError, "the world has a recorder already");
     self->recorder = Py_NewRef(argument);
     pli_comm_set_recorder(self->comm, ((recorder_object *)argument)->recorder);
     Py_RETURN_NONE;
@@ -379,10 +343,10 @@ static PyObject *world_leave(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
     (void)ignored;
-    PyThreadState *thread = pli_world_let_go((world_object *)object);
+    PyThreadState *thread = pli_let_go(((world_object *)object)->gpu);
     pli_recorder_unlink(comm_of(object)->recorder);
     pl_comm_leave(comm_of(object));
-    pli_world_take_back(thread);
+    pli_take_back(thread);
     Py_RETURN_NONE;
 }
 
@@ -476,9 +440,4 @@ static PyType_Slot world_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_world_spec = {
-    .name = "paceline._native.RankWorld",
-    .basicsize = sizeof(world_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = world_slots,
-};
+PLI_TYPE(world, RankWorld, 0);
