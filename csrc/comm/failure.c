@@ -27,7 +27,7 @@ static pli_failure unpack(uint64_t word)
     };
 }
 
-int pli_failure_get(const pli_segment *segment, pli_failure *out)
+int pli_failure_get(const pli_shm_segment *segment, pli_failure *out)
 {
     const uint64_t word = atomic_load(&pli_header_of(segment)->failure);
     if (word == 0)
@@ -46,7 +46,8 @@ int pli_failure_concerns(const pli_failure *failure, uint64_t epoch)
     return pli_failure_is_final(failure) || failure->epoch >= epoch;
 }
 
-int pli_failure_raised_in(const pli_segment *segment, uint64_t epoch, pli_failure *out)
+int pli_failure_raised_in(const pli_shm_segment *segment, uint64_t epoch,
+                          pli_failure *out)
 {
     const uint64_t word = atomic_load(&pli_header_of(segment)->raised);
     if (word == 0)
@@ -55,7 +56,7 @@ int pli_failure_raised_in(const pli_segment *segment, uint64_t epoch, pli_failur
     return out->epoch == epoch;
 }
 
-void pli_failure_set(const pli_segment *segment, const pli_failure *failure)
+void pli_failure_set(const pli_shm_segment *segment, const pli_failure *failure)
 {
     pli_header *header = pli_header_of(segment);
     uint64_t standing = atomic_load(&header->failure);
@@ -72,7 +73,7 @@ done:
     pli_wake_ranks(segment);
 }
 
-void pli_wake_ranks(const pli_segment *segment)
+void pli_wake_ranks(const pli_shm_segment *segment)
 {
     pli_header *header = pli_header_of(segment);
     /* Sequentially consistent, as are the caller's store and the waiter's count and
@@ -157,7 +158,7 @@ static pl_status report_deadlock(int me, int r, const char *there, const char *h
         me, r, r, there, here);
 }
 
-pl_status pli_failure_report(const pli_segment *segment, const pli_failure *failure,
+pl_status pli_failure_report(const pli_shm_segment *segment, const pli_failure *failure,
                              int me, const char *waiting_for)
 {
     /* Any process of the segment can have written that number. */

@@ -20,12 +20,13 @@ typedef struct pli_failure {
 } pli_failure;
 
 /* Non-zero, with *out filled, where the world has failed. */
-int pli_failure_get(const pli_segment *segment, pli_failure *out);
+int pli_failure_get(const pli_shm_segment *segment, pli_failure *out);
 
 /* Non-zero, with *out filled, where a step of `epoch` failed before anything final:
  * what a rank of that epoch is to be told, though others have given up and left since.
  */
-int pli_failure_raised_in(const pli_segment *segment, uint64_t epoch, pli_failure *out);
+int pli_failure_raised_in(const pli_shm_segment *segment, uint64_t epoch,
+                          pli_failure *out);
 
 /* Non-zero where that failure ends what a rank does in `epoch`. */
 int pli_failure_concerns(const pli_failure *failure, uint64_t epoch);
@@ -34,14 +35,14 @@ int pli_failure_is_final(const pli_failure *failure);
 
 /* Records a failure, unless an earlier one of that epoch or a final one stands, and
  * wakes every waiting rank. */
-void pli_failure_set(const pli_segment *segment, const pli_failure *failure);
+void pli_failure_set(const pli_shm_segment *segment, const pli_failure *failure);
 
 /* Reports the standing failure to rank `me`: the status that it carries,
  * with the culprit, what both ranks were doing, and the culprit's own message. */
-pl_status pli_failure_report(const pli_segment *segment, const pli_failure *failure,
+pl_status pli_failure_report(const pli_shm_segment *segment, const pli_failure *failure,
                              int me, const char *waiting_for) PL_MUST_USE;
 
 /* Wakes every rank that sleeps in a wait. */
-void pli_wake_ranks(const pli_segment *segment);
+void pli_wake_ranks(const pli_shm_segment *segment);
 
 #endif

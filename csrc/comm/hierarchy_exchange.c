@@ -97,7 +97,8 @@ static pl_op sent_of(const hierarchy *self, const pl_op *op, int from, int to)
     return nothing;
 }
 
-static stream *stream_of(hierarchy *self, int host, int is_out, pli_link_stream link)
+static message_flow *flow_of(hierarchy *self, int host, int is_out,
+                             pli_link_stream link)
 {
     peer *other = &self->peers[host];
     return is_out ? &other->out[link - PLI_LINK_DATA]
@@ -107,7 +108,7 @@ static stream *stream_of(hierarchy *self, int host, int is_out, pli_link_stream 
 pl_status pli_hierarchy_send(hierarchy *self, int host, pli_link_stream link)
 {
     pl_status st = PL_OK;
-    stream *flow = stream_of(self, host, 1, link);
+    message_flow *flow = flow_of(self, host, 1, link);
     const size_t before = flow->at;
     const struct iovec pieces[] = {
         {.iov_base = &flow->head, .iov_len = sizeof flow->head},
@@ -124,14 +125,14 @@ static pl_status send_range(hierarchy *self, int host, pli_link_stream link,
                             uint64_t number, const pl_op *range)
 {
     pl_status st = PL_OK;
-    stream *flow = stream_of(self, host, 1, link);
+    message_flow *flow = flow_of(self, host, 1, link);
     flow->from = range_of(self, range);
     flow->head = (head){.number = number,
                         .hash = pli_op_hash(&operation_at(self, number)->op),
                         .n_bytes = bytes_of(range)};
     PL_TRY(pli_hierarchy_send(self, host, link));
     if (is_whole(flow))
-        *flow = (stream){.n_done = number};
+        *flow = (message_flow){.n_done = number};
 done:
     return st;
 }
@@ -140,7 +141,7 @@ done:
 static pl_status send_data(hierarchy *self, int host)
 {
     pl_status st = PL_OK;
-    const stream *flow = stream_of(self, host, 1, PLI_LINK_DATA);
+    const message_flow *flow = flow_of(self, host, 1, PLI_LINK_DATA);
     uint64_t before = flow->n_done - 1;
     while (flow->n_done < self->n_reduced && flow->n_done != before) {
         before = flow->n_done;
@@ -188,7 +189,7 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
                                uint64_t number, char *to, size_t n_bytes)
 {
     pl_status st = PL_OK;
-    stream *flow = stream_of(self, host, 0, link);
+    message_flow *flow = flow_of(self, host, 0, link);
     const size_t before = flow->at;
     const struct iovec pieces[] = {
         {.iov_base = &flow->head, .iov_len = sizeof flow->head},
@@ -208,7 +209,7 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
     }
     PL_TRY(pli_links_receive(self->links, host, link, pieces, 2, &flow->at));
     if (is_whole(flow))
-        *flow = (stream){.n_done = number};
+        *flow = (message_flow){.n_done = number};
 done:
     if (flow->at != before)
         self->last_sign_ns = 0;
@@ -224,7 +225,7 @@ static pl_status receive_data(hierarchy *self, int host, const pl_op *op)
     const pl_op sent = sent_of(self, op, host, self->host);
     const size_t n_bytes = bytes_of(&sent);
     char *to = range_of(self, &sent);
-    if (stream_of(self, host, 0, PLI_LINK_DATA)->n_done == number)
+    if (flow_of(self, host, 0, PLI_LINK_DATA)->n_done == number)
         goto done;
     if (op->kind == PL_ALL_REDUCE) {
         PL_TRY(make_room(other, n_bytes));
@@ -242,10 +243,10 @@ static pl_status exchange_back(hierarchy *self, int host, const pl_op *op)
     const uint64_t number = self->n_exchanged + 1;
     const pl_op mine = part_of(self, op, self->host);
     const pl_op theirs = part_of(self, op, host);
-    if (stream_of(self, host, 1, PLI_LINK_BACK)->n_done < number &&
+    if (flow_of(self, host, 1, PLI_LINK_BACK)->n_done < number &&
         self->n_added == number)
         PL_TRY(send_range(self, host, PLI_LINK_BACK, number, &mine));
-    if (stream_of(self, host, 0, PLI_LINK_BACK)->n_done < number)
+    if (flow_of(self, host, 0, PLI_LINK_BACK)->n_done < number)
         PL_TRY(receive_range(self, host, PLI_LINK_BACK, number, range_of(self, &theirs),
                              bytes_of(&theirs)));
 done:
@@ -275,8 +276,8 @@ static void add_up(const hierarchy *self, const pl_op *op)
 static int has_exchanged(hierarchy *self, pli_link_stream link, uint64_t number)
 {
     for (int h = 0; h < self->n_hosts; h++)
-        if (h != self->host && (stream_of(self, h, 0, link)->n_done < number ||
-                                stream_of(self, h, 1, link)->n_done < number))
+        if (h != self->host && (flow_of(self, h, 0, link)->n_done < number ||
+                                flow_of(self, h, 1, link)->n_done < number))
             return 0;
     return 1;
 }
@@ -341,7 +342,7 @@ int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waite
     pli_links_poll_init(self->links, waited);
     for (int h = 0; h < self->n_hosts; h++) {
         const peer *other = &self->peers[h];
-        const stream *out = other->out, *in = other->in;
+        const message_flow *out = other->out, *in = other->in;
         if (h == self->host)
             continue;
         list_stream(self, waited, h, PLI_LINK_DATA, out[0].n_done < self->n_reduced,
@@ -385,7 +386,7 @@ static int late_host(hierarchy *self)
     for (pli_link_stream link = PLI_LINK_DATA; link <= PLI_LINK_BACK; link++)
         for (int h = self->n_hosts; h-- > 0;)
             if (h != self->host &&
-                stream_of(self, h, 0, link)->n_done <= self->n_exchanged)
+                flow_of(self, h, 0, link)->n_done <= self->n_exchanged)
                 return h;
     return self->host == 0 ? 1 : 0; /* one that takes nothing */
 }

@@ -111,7 +111,7 @@ void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message)
 static int is_begun(const hierarchy *self, uint64_t number)
 {
     for (int h = 0; h < self->n_hosts; h++) {
-        const stream *out = &self->peers[h].out[0];
+        const message_flow *out = &self->peers[h].out[0];
         if (h != self->host &&
             (out->n_done >= number || (out->n_done == number - 1 && out->at > 0)))
             return 1;
@@ -151,7 +151,7 @@ static int may_end_elsewhere(const hierarchy *self)
 static pl_status send_mark(hierarchy *self, int host, pli_link_stream link)
 {
     pl_status st = PL_OK;
-    stream *flow = &self->peers[host].out[link - PLI_LINK_DATA];
+    message_flow *flow = &self->peers[host].out[link - PLI_LINK_DATA];
     const uint64_t mark = first_number_of(self->epoch + 1);
     while (!flow->is_reset) {
         if (flow->at == 0)

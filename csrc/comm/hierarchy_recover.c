@@ -9,7 +9,8 @@ enum { RECOVER_POLL_MS = 10 };
 
 /* A host may be ahead by what it can have in flight, and sends no more at once than an
  * arena has: anything else is not to be waited for. */
-static pl_status check_skipped(const hierarchy *self, int host, const stream *flow)
+static pl_status check_skipped(const hierarchy *self, int host,
+                               const message_flow *flow)
 {
     pl_status st = PL_OK;
     const int is_mark = flow->head.number == first_number_of(self->epoch + 1);
@@ -29,7 +30,7 @@ static pl_status skip_to_mark(hierarchy *self, int host, pli_link_stream link)
 {
     pl_status st = PL_OK;
     char skipped[1 << 14] = {0};
-    stream *flow = &self->peers[host].in[link - PLI_LINK_DATA];
+    message_flow *flow = &self->peers[host].in[link - PLI_LINK_DATA];
     while (!flow->is_reset) {
         const int is_head = flow->at < sizeof flow->head;
         const size_t n_left =
@@ -125,7 +126,8 @@ static void begin_epoch(hierarchy *self)
     self->last_sign_ns = 0;
     for (int h = 0; h < self->n_hosts; h++)
         for (int s = 0; s < HIERARCHY_N_STREAMS; s++)
-            self->peers[h].out[s] = self->peers[h].in[s] = (stream){.n_done = first};
+            self->peers[h].out[s] = self->peers[h].in[s] =
+                (message_flow){.n_done = first};
     if (self->links != NULL) {
         int failed = HIERARCHY_FAILED;
         pli_spin_lock(&self->message_lock);

@@ -18,8 +18,7 @@ typedef enum hierarchy_phase {
     HIERARCHY_ENDED   /* for good */
 } hierarchy_phase;
 
-/* Who is known to have given this epoch's step up: no more of it will come from there.
- */
+/* Who has given this epoch's step up: no more of it comes from there. */
 typedef enum hierarchy_given_up {
     GIVEN_UP_NOWHERE,
     GIVEN_UP_ELSEWHERE, /* another host has, or is about to */
@@ -34,18 +33,18 @@ typedef struct head {
 } head;
 
 /* How far a stream of messages has come, one an operation. */
-typedef struct stream {
+typedef struct message_flow {
     uint64_t n_done;
     size_t at;    /* bytes of the next, its head among them */
     head head;    /* of the next */
     char *from;   /* what is sent behind it */
     int is_reset; /* it has come to the mark between this epoch and the next */
-} stream;
+} message_flow;
 
 enum { HIERARCHY_N_STREAMS = 2 }; /* PLI_LINK_DATA and PLI_LINK_BACK, in this order */
 
 typedef struct peer {
-    stream out[HIERARCHY_N_STREAMS], in[HIERARCHY_N_STREAMS];
+    message_flow out[HIERARCHY_N_STREAMS], in[HIERARCHY_N_STREAMS];
     char *staging; /* what it has sent, to be added up */
     size_t staging_bytes;
     int first_rank;
@@ -59,9 +58,8 @@ typedef struct operation {
 } operation;
 
 /* Operations are counted from 1 in each epoch, and their numbers are epoch <<
- * PLI_EPOCH_SHIFT | count.  n_down <= n_exchanged <= n_added <= n_reduced <= n_up <=
- * n_issued on a leader; those from `n_exchanged` to `n_reduced` are the leader's alone.
- */
+ * PLI_EPOCH_SHIFT | count.  On a leader n_down <= n_exchanged <= n_added <= n_reduced
+ * <= n_up <= n_issued; the three in the middle are a leader's alone. */
 typedef struct hierarchy {
     pl_comm super;    /* its base: the host's own world */
     pli_links *links; /* NULL: this rank is no leader */
@@ -160,13 +158,11 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
  * has; the lock is held. */
 pl_status pli_hierarchy_advance(hierarchy *self) PL_MUST_USE;
 
-/* ... unless another thread is at it, or nothing is to be done (hierarchy_progress.c).
- */
+/* ... unless another thread is at it, or there is nothing to do. */
 pl_status pli_hierarchy_advance_unless_busy(hierarchy *self) PL_MUST_USE;
 
-/* A step has failed here: sends the other hosts a mark behind what they receive,
- * nothing more of it will come, as far as that can be sent now (hierarchy_failure.c).
- */
+/* A step has failed here: sends each other host, behind what it receives, the mark that
+ * no more will come, as far as that can be sent now (hierarchy_failure.c). */
 void pli_hierarchy_give_up(hierarchy *self);
 
 /* ... by any thread, but not before the words of the failure. */
@@ -199,7 +195,7 @@ pl_status pli_hierarchy_exchange(hierarchy *self) PL_MUST_USE;
 pl_status pli_hierarchy_send(hierarchy *self, int host,
                              pli_link_stream link) PL_MUST_USE;
 
-static inline int is_whole(const stream *flow)
+static inline int is_whole(const message_flow *flow)
 {
     return flow->at == sizeof flow->head + flow->head.n_bytes;
 }

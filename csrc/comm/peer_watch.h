@@ -29,7 +29,7 @@ pl_status pli_watch_add(pli_watch *watch, pli_processes *processes, int rank,
                         int pid) PL_MUST_USE;
 
 /* A rank whose process has ended may have made others give up, which then close their
- * sockets: check_peers for the first sign first. */
+ * sockets: look for the first sign first. */
 typedef enum pli_end { PLI_PROCESS_ENDED, PLI_SOCKET_CLOSED, PLI_N_ENDS } pli_end;
 
 /* The first rank from `from` on of which `end` is seen, or -1; a system call for many

@@ -21,25 +21,21 @@ static size_t round_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
-/* The sizes below are sums and products of these two. */
-static pl_status check_sizes(int world_size, size_t arena_bytes)
+static pl_status lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
+                         pli_shm_segment *out)
 {
-    pl_status st = PL_OK;
-    if (arena_bytes > PTRDIFF_MAX / ((size_t)world_size + 1))
-        PL_FAIL(PL_ENOMEM, "%d x %zu bytes of shared memory are more than there can be",
-                world_size, arena_bytes);
-done:
-    return st;
-}
-
-static void lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
-                    pli_segment *out)
-{
+    /* The sizes below are sums and products of these two. */
+    if (arena_bytes > PTRDIFF_MAX / ((size_t)world_size + 1)) {
+        (void)pli_fail(PL_ENOMEM,
+                       "%d x %zu bytes of shared memory are more than there can be",
+                       world_size, arena_bytes);
+        return PL_ENOMEM;
+    }
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const size_t n = (size_t)world_size;
     const size_t header_bytes =
         sizeof(pli_header) + n * sizeof(pli_rank) + n * ring_ops * sizeof(uint64_t);
-    *out = (pli_segment){
+    *out = (pli_shm_segment){
         .fd = -1,
         .world_size = world_size,
         .ring_ops = ring_ops,
@@ -47,9 +43,10 @@ static void lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
         .arenas_at = round_up(header_bytes, page),
     };
     out->map_bytes = out->arenas_at + n * out->arena_bytes;
+    return PL_OK;
 }
 
-static pl_status map_segment(pli_segment *segment)
+static pl_status map_segment(pli_shm_segment *segment)
 {
     pl_status st = PL_OK;
     const int flags = MAP_SHARED | (segment->fd < 0 ? MAP_ANONYMOUS : 0);
@@ -64,7 +61,7 @@ done:
     return st;
 }
 
-static pl_status make_file(pli_segment *segment)
+static pl_status make_file(pli_shm_segment *segment)
 {
     pl_status st = PL_OK;
     segment->fd = PL_SYS(memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -79,12 +76,11 @@ done:
 }
 
 pl_status pli_segment_create(pli_segment_kind kind, int world_size, size_t arena_bytes,
-                             uint32_t ring_ops, pli_segment *out)
+                             uint32_t ring_ops, pli_shm_segment *out)
 {
     pl_status st = PL_OK;
-    pli_segment segment = {.fd = -1};
-    PL_TRY(check_sizes(world_size, arena_bytes));
-    lay_out(world_size, arena_bytes, ring_ops, &segment);
+    pli_shm_segment segment = {.fd = -1};
+    PL_TRY(lay_out(world_size, arena_bytes, ring_ops, &segment));
     if (kind == PLI_SEGMENT_FILE)
         PL_TRY(make_file(&segment));
     PL_TRY(map_segment(&segment));
@@ -95,13 +91,13 @@ pl_status pli_segment_create(pli_segment_kind kind, int world_size, size_t arena
     header->ring_ops = ring_ops;
     header->arena_bytes = segment.arena_bytes;
     *out = segment;
-    segment = (pli_segment){.fd = -1};
+    segment = (pli_shm_segment){.fd = -1};
 done:
     pli_segment_fini(&segment);
     return st;
 }
 
-static pl_status check_header(const pli_segment *segment)
+static pl_status check_header(const pli_shm_segment *segment)
 {
     pl_status st = PL_OK;
     const pli_header *header = pli_header_of(segment);
@@ -123,16 +119,15 @@ done:
 }
 
 pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
-                            uint32_t ring_ops, pli_segment *out)
+                            uint32_t ring_ops, pli_shm_segment *out)
 {
     pl_status st = PL_OK;
-    pli_segment segment = {.fd = -1};
+    pli_shm_segment segment = {.fd = -1};
     struct stat file;
-    PL_TRY(check_sizes(world_size, arena_bytes));
-    lay_out(world_size, arena_bytes, ring_ops, &segment);
+    PL_TRY(lay_out(world_size, arena_bytes, ring_ops, &segment));
     segment.fd = fd;
     if (PL_SYS(fstat(fd, &file)) != 0)
-        PL_FAIL_ERRNO("cannot check_peers at the shared memory that a peer sent");
+        PL_FAIL_ERRNO("cannot look at the shared memory that a peer sent");
     if ((size_t)file.st_size != segment.map_bytes)
         PL_FAIL(PL_EMISMATCH,
                 "the ranks ask for different shared memory: %zu bytes there, %zu here",
@@ -140,7 +135,7 @@ pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
     PL_TRY(map_segment(&segment));
     PL_TRY(check_header(&segment));
     *out = segment;
-    segment = (pli_segment){.fd = -1};
+    segment = (pli_shm_segment){.fd = -1};
 done:
     if (st != PL_OK)
         segment.fd = -1; /* the caller's still */
@@ -148,7 +143,7 @@ done:
     return st;
 }
 
-pl_status pli_segment_populate(const pli_segment *segment, int rank)
+pl_status pli_segment_populate(const pli_shm_segment *segment, int rank)
 {
     pl_status st = PL_OK;
     const off_t at = (off_t)(segment->arenas_at + (size_t)rank * segment->arena_bytes);
@@ -167,7 +162,7 @@ done:
     return st;
 }
 
-void pli_segment_keep_from_children(const pli_segment *segment, int rank)
+void pli_segment_keep_from_children(const pli_shm_segment *segment, int rank)
 {
     /* A child keeps its copy of this rank's own arena, for the gradients that its
      * parent's tensors show; failure costs memory in a child, nothing else. */
@@ -180,8 +175,8 @@ void pli_segment_keep_from_children(const pli_segment *segment, int rank)
                       MADV_DONTFORK);
 }
 
-void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint64_t process,
-                       uint32_t thread)
+void pli_segment_enter(const pli_shm_segment *segment, int rank, int pid,
+                       uint64_t process, uint32_t thread)
 {
     pli_rank *state = pli_rank_of(segment, rank);
     atomic_store(&state->pid, pid);
@@ -190,7 +185,7 @@ void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint64_t p
     atomic_store(&state->life, PLI_PRESENT);
 }
 
-void pli_segment_fini(pli_segment *segment)
+void pli_segment_fini(pli_shm_segment *segment)
 {
     if (segment->base != NULL && segment->owner_pid != getpid())
         return;
@@ -198,7 +193,7 @@ void pli_segment_fini(pli_segment *segment)
         (void)munmap(segment->base, segment->map_bytes);
     if (segment->fd >= 0)
         (void)close(segment->fd);
-    *segment = (pli_segment){.fd = -1};
+    *segment = (pli_shm_segment){.fd = -1};
 }
 
 uint32_t pli_ring_ops(size_t n_ops)

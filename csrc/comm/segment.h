@@ -64,7 +64,7 @@ typedef struct pli_rank {
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t done;   /* operations it did its part of */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t epoch;
     _Atomic uint64_t done_before; /* `done` at the end of the last epoch that it ran */
-    _Atomic uint64_t notice;      /* see pl_comm_ops */
+    _Atomic uint64_t notice;      /* see pli_host_ops */
     _Atomic uint64_t step;
     _Atomic uint32_t activity; /* pl_activity */
     _Atomic uint32_t thread;   /* which of the rank's threads said so */
@@ -82,9 +82,10 @@ typedef enum pli_segment_kind {
     PLI_SEGMENT_ANONYMOUS
 } pli_segment_kind;
 
-typedef struct pli_segment {
-    int fd;        /* -1: anonymous */
-    int owner_pid; /* a forked child has holes where it was mapped: see below */
+typedef struct pli_shm_segment {
+    atomic_int n_users; /* ranks of this process, as those of tests */
+    int fd;             /* -1: anonymous */
+    int owner_pid;      /* a forked child has holes where it was mapped: see below */
     int world_size;
     int first_rank; /* what rank 0 here is called in messages: see hierarchy.h */
     uint32_t ring_ops;
@@ -92,53 +93,53 @@ typedef struct pli_segment {
     size_t map_bytes;
     size_t arenas_at; /* offset of arena 0 in the file */
     char *base;
-} pli_segment;
+} pli_shm_segment;
 
 /* The smallest power of two that holds n_ops operations in flight. */
 uint32_t pli_ring_ops(size_t n_ops);
 
 /* Makes the memory and maps it.  ring_ops is a power of two. */
 pl_status pli_segment_create(pli_segment_kind kind, int world_size, size_t arena_bytes,
-                             uint32_t ring_ops, pli_segment *out) PL_MUST_USE;
+                             uint32_t ring_ops, pli_shm_segment *out) PL_MUST_USE;
 
 /* Maps a segment that a peer made; takes the descriptor over on success. */
 pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
-                            uint32_t ring_ops, pli_segment *out) PL_MUST_USE;
+                            uint32_t ring_ops, pli_shm_segment *out) PL_MUST_USE;
 
 /* Gives one rank's arena its pages now, so that a memory limit is an error here
  * and not a SIGBUS later. */
-pl_status pli_segment_populate(const pli_segment *segment, int rank) PL_MUST_USE;
+pl_status pli_segment_populate(const pli_shm_segment *segment, int rank) PL_MUST_USE;
 
 /* Keeps the peers' part of the segment, and all of its own that is no arena, out of
  * forked children: new memory of a child may take their place, so a child neither reads
  * nor unmaps them. */
-void pli_segment_keep_from_children(const pli_segment *segment, int rank);
+void pli_segment_keep_from_children(const pli_shm_segment *segment, int rank);
 
 /* Says that a rank is there, and who it is. */
-void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint64_t process,
-                       uint32_t thread);
+void pli_segment_enter(const pli_shm_segment *segment, int rank, int pid,
+                       uint64_t process, uint32_t thread);
 
 /* In a forked child, it leaves everything as it is. */
-void pli_segment_fini(pli_segment *segment);
+void pli_segment_fini(pli_shm_segment *segment);
 
-static inline pli_header *pli_header_of(const pli_segment *segment)
+static inline pli_header *pli_header_of(const pli_shm_segment *segment)
 {
     return (pli_header *)(void *)segment->base;
 }
 
-static inline pli_rank *pli_rank_of(const pli_segment *segment, int rank)
+static inline pli_rank *pli_rank_of(const pli_shm_segment *segment, int rank)
 {
     return (pli_rank *)(void *)(segment->base + sizeof(pli_header)) + rank;
 }
 
 /* What a rank's operations were: one word each, the ring of its last ring_ops. */
-static inline _Atomic uint64_t *pli_tags_of(const pli_segment *segment, int rank)
+static inline _Atomic uint64_t *pli_tags_of(const pli_shm_segment *segment, int rank)
 {
     return (_Atomic uint64_t *)(void *)pli_rank_of(segment, segment->world_size) +
            (size_t)rank * segment->ring_ops;
 }
 
-static inline char *pli_arena_of(const pli_segment *segment, int rank)
+static inline char *pli_arena_of(const pli_shm_segment *segment, int rank)
 {
     return segment->base + segment->arenas_at + (size_t)rank * segment->arena_bytes;
 }

@@ -256,7 +256,7 @@ static void shm_forget(pl_comm *comm)
 
 static off_t own_offset(pl_comm *comm, size_t offset_bytes)
 {
-    const pli_segment *segment = pli_shm_of(comm)->segment;
+    const pli_shm_segment *segment = pli_shm_of(comm)->segment;
     return (off_t)(segment->arenas_at + (size_t)comm->rank * segment->arena_bytes +
                    offset_bytes);
 }
@@ -265,7 +265,7 @@ static pl_status shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
                              void **out)
 {
     pl_status st = PL_OK;
-    const pli_segment *segment = pli_shm_of(comm)->segment;
+    const pli_shm_segment *segment = pli_shm_of(comm)->segment;
     const off_t at = own_offset(comm, offset_bytes);
     /* Without a file, mremap() maps the same pages again: for an old size of 0. */
     void *memory =
@@ -286,19 +286,19 @@ done:
 static pl_status shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
                                  void *memory)
 {
-    const pli_segment *segment = pli_shm_of(comm)->segment;
+    const pli_shm_segment *segment = pli_shm_of(comm)->segment;
     return pli_pages_make_private(memory, bytes, segment->fd,
                                   own_offset(comm, offset_bytes));
 }
 
 /* ---- life ----------------------------------------------------------------------- */
 
-void pli_shm_segment_release(pli_shm_segment *shared)
+void pli_shm_segment_release(pli_shm_segment *segment)
 {
-    if (shared == NULL || atomic_fetch_sub(&shared->n_users, 1) > 1)
+    if (segment == NULL || atomic_fetch_sub(&segment->n_users, 1) > 1)
         return;
-    pli_segment_fini(&shared->segment);
-    pli_free(shared);
+    pli_segment_fini(segment);
+    pli_free(segment);
 }
 
 static void shm_leave(pl_comm *comm)
@@ -317,7 +317,7 @@ static void shm_destroy(pl_comm *comm)
     shm_leave(comm);
     if (getpid() == self->owner_pid) /* a child may have closed what it inherited */
         pli_watch_fini(&self->watch);
-    pli_shm_segment_release(self->shared);
+    pli_shm_segment_release(self->segment);
     pli_free(self->ring);
     pli_free(self);
 }
@@ -360,7 +360,7 @@ pl_status pli_shm_comm_create(const pli_shm_comm_options *options, pli_shm_comm 
 {
     pl_status st = PL_OK;
     pli_shm_comm *self = NULL;
-    pli_segment *segment = &options->shared->segment;
+    pli_shm_segment *segment = options->segment;
     PL_TRY(pli_calloc(1, sizeof *self, "a rank's end of its world", &self));
     self->super = (pl_comm){.ops = &shm_ops,
                             .host = &shm_host_ops,
@@ -381,7 +381,6 @@ pl_status pli_shm_comm_create(const pli_shm_comm_options *options, pli_shm_comm 
     self->segment = segment; /* before others can meet this world */
     PL_TRY(pli_progress_join(options->progress, &self->super));
     self->progress = options->progress;
-    self->shared = options->shared;
     pli_segment_enter(segment, options->rank, options->pid,
                       pli_progress_process(options->progress), thread_number());
     *out = self;

@@ -22,16 +22,9 @@
 
 typedef enum pli_shm_phase { PLI_RUNNING, PLI_RECOVERING } pli_shm_phase;
 
-/* A segment that several ranks of one process may use, as those of tests do. */
-typedef struct pli_shm_segment {
-    pli_segment segment;
-    atomic_int n_users;
-} pli_shm_segment;
-
 typedef struct pli_shm_comm {
     pl_comm super;
-    pli_shm_segment *shared;
-    pli_segment *segment; /* shared->segment */
+    pli_shm_segment *segment;
     const pli_sum_table *sums;
     pli_progress *progress; /* borrowed until destroyed; NULL: none */
     pli_watch watch;
@@ -57,7 +50,7 @@ static inline pli_shm_comm *pli_shm_of(pl_comm *comm)
 }
 
 typedef struct pli_shm_comm_options {
-    pli_shm_segment *shared; /* one user's share of it is taken over on success */
+    pli_shm_segment *segment; /* one user's share of it is taken over on success */
     pli_progress *progress;
     int rank;
     int64_t deadline_ns;
@@ -76,6 +69,6 @@ void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
  */
 void pli_part_run(const pli_shm_comm *self, const pl_op *op);
 
-void pli_shm_segment_release(pli_shm_segment *shared);
+void pli_shm_segment_release(pli_shm_segment *segment);
 
 #endif

@@ -23,10 +23,10 @@ done:
 
 /* Rank 0: makes the segment and gives it to all, or tells all that it could not. */
 static pl_status lead(const pli_shm_options *options, const pli_listener *listener,
-                      pli_watch *watch, pli_segment *out)
+                      pli_watch *watch, pli_shm_segment *out)
 {
     pl_status st = PL_OK;
-    pli_segment segment = {.fd = -1};
+    pli_shm_segment segment = {.fd = -1};
     pli_handshake_reply reply = {.status = PL_OK};
     PL_TRY(pli_handshake_accept(options, listener, watch));
     PL_TRY(pli_segment_create(PLI_SEGMENT_FILE, options->world_size,
@@ -41,7 +41,7 @@ static pl_status lead(const pli_shm_options *options, const pli_listener *listen
             PL_TRY(answered);
     }
     *out = segment;
-    segment = (pli_segment){.fd = -1};
+    segment = (pli_shm_segment){.fd = -1};
 done:
     if (st != PL_OK) {
         reply.status = st;
@@ -57,7 +57,7 @@ done:
 }
 
 static pl_status follow(const pli_shm_options *options, const char *address,
-                        pli_watch *watch, pli_segment *out)
+                        pli_watch *watch, pli_shm_segment *out)
 {
     pl_status st = PL_OK;
     int fd = -1;
@@ -90,30 +90,30 @@ pl_status pli_shm_create(const pli_shm_options *options, pli_listener *listener,
                          const char *address, pl_comm **out)
 {
     pl_status st = PL_OK;
-    pli_shm_segment *shared = NULL;
+    pli_shm_segment *made = NULL;
     pli_shm_comm *comm = NULL;
     pli_watch watch;
     PL_TRY(pli_watch_init(&watch, options->world_size));
-    PL_TRY(pli_calloc(1, sizeof *shared, "a world of processes", &shared));
-    shared->segment.fd = -1;
-    atomic_store(&shared->n_users, 1);
+    PL_TRY(pli_calloc(1, sizeof *made, "a world of processes", &made));
+    made->fd = -1;
     PL_TRY(watch_everybody(options, &watch));
     if (options->world_size == 1)
         PL_TRY(pli_segment_create(PLI_SEGMENT_ANONYMOUS, 1, options->arena_bytes,
-                                  pli_ring_ops(options->n_ops), &shared->segment));
+                                  pli_ring_ops(options->n_ops), made));
     else if (options->rank == 0)
-        PL_TRY(lead(options, listener, &watch, &shared->segment));
+        PL_TRY(lead(options, listener, &watch, made));
     else
-        PL_TRY(follow(options, address, &watch, &shared->segment));
-    shared->segment.first_rank = options->first_rank;
+        PL_TRY(follow(options, address, &watch, made));
+    atomic_store(&made->n_users, 1);
+    made->first_rank = options->first_rank;
     PL_TRY(
-        pli_shm_comm_create(&(pli_shm_comm_options){.shared = shared,
+        pli_shm_comm_create(&(pli_shm_comm_options){.segment = made,
                                                     .progress = options->progress,
                                                     .rank = options->rank,
                                                     .deadline_ns = options->deadline_ns,
                                                     .pid = getpid()},
                             &comm));
-    shared = NULL; /* the world's from here on */
+    made = NULL; /* the world's from here on */
     comm->watch = watch;
     watch = (pli_watch){.n_ranks = 0};
     PL_TRY(pli_segment_populate(comm->segment, options->rank));
@@ -129,6 +129,6 @@ done:
     }
     pli_listener_close(listener);
     pli_watch_fini(&watch);
-    pli_shm_segment_release(shared);
+    pli_shm_segment_release(made);
     return st;
 }

@@ -65,29 +65,17 @@ static void put_value(pl_dtype dtype, unsigned value, char out[MOST_ELEM_BYTES])
 {
     static const uint16_t halves[] = {0,      0x3c00, 0x4000, 0x4200,
                                       0x4400, 0x4500, 0x4600};
+    static const uint16_t brains[] = {0,      0x3f80, 0x4000, 0x4040,
+                                      0x4080, 0x40a0, 0x40c0};
     const float f32 = (float)value;
     const double f64 = value;
     const uint64_t whole = value; /* the low bytes first, on all that CUDA has */
-    uint32_t bits = 0;
-    switch (dtype) {
-    case PL_F16:
-        memcpy(out, &halves[value], sizeof halves[0]);
-        break;
-    case PL_BF16:
-        memcpy(&bits, &f32, sizeof bits);
-        bits >>= 16;
-        memcpy(out, &bits, 2);
-        break;
-    case PL_F32:
-        memcpy(out, &f32, sizeof f32);
-        break;
-    case PL_F64:
-        memcpy(out, &f64, sizeof f64);
-        break;
-    default:
-        memcpy(out, &whole, sizeof whole);
-        break;
-    }
+    const void *from = dtype == PL_F16    ? (const void *)&halves[value]
+                       : dtype == PL_BF16 ? (const void *)&brains[value]
+                       : dtype == PL_F32  ? (const void *)&f32
+                       : dtype == PL_F64  ? (const void *)&f64
+                                          : (const void *)&whole;
+    memcpy(out, from, pl_dtype_bytes(dtype));
 }
 
 static double half_value(uint16_t bits)

@@ -129,10 +129,10 @@ static void mark(pli_block *block)
         drop_marks(block);
 }
 
-typedef enum progress { THROUGH, NOT_YET, UNKNOWN } progress;
+typedef enum block_use { THROUGH, NOT_YET, UNKNOWN } block_use;
 
 /* UNKNOWN: a stream is being captured, or the driver has failed. */
-static progress progress_of(pli_block *block)
+static block_use use_of(pli_block *block)
 {
     pl_backend *backend = block->pool->options.backend;
     if (block->n_marks == 0)
@@ -148,12 +148,12 @@ static progress progress_of(pli_block *block)
 }
 
 /* Waits for a while; what is unknown is asked for once more. */
-static progress await(pli_block *block)
+static block_use await(pli_block *block)
 {
     pli_backoff waiting = pli_backoff_begin(FREE_MS * PLI_MS, NULL, NULL);
     int n_unknown = 0;
     for (;;) {
-        const progress now = progress_of(block);
+        const block_use now = use_of(block);
         n_unknown += now == UNKNOWN;
         if (now == THROUGH || n_unknown > 1 ||
             pli_backoff_pause(&waiting, "work on the device") != PL_OK)
@@ -213,7 +213,7 @@ static pli_block *free_list(pli_block *list, pli_nccl *nccl, int is_waiting)
     const message kept = keep_message();
     while (list != NULL) {
         pli_block *next = list->next;
-        const progress now = is_waiting ? await(list) : progress_of(list);
+        const block_use now = is_waiting ? await(list) : use_of(list);
         if (now == THROUGH) {
             pli_nccl_deregister(nccl, list->handle);
             free_block(list);

@@ -2,9 +2,9 @@
  *
  * A world has one block of it.  The user's views have references to the block that they
  * lie in; where some still do when the world wants to write there, it takes another
- * block (pl_comm_ops.renew).  A block whose last reference was dropped is kept for the
- * next that is wanted: dropping one calls nothing of the device's, so any thread may do
- * it at any time.  Once the world has gone, blocks are freed.
+ * block (pli_device_ops.renew).  A block whose last reference was dropped is kept for
+ * the next that is wanted: dropping one calls nothing of the device's, so any thread
+ * may do it at any time.  Once the world has gone, blocks are freed.
  *
  *     in use -> kept as a spare -> retired -> deregistered and freed
  *

@@ -17,7 +17,7 @@
 
 enum { MOST_PIECE_BYTES = 32 << 20, ELEM_BYTES = 2, BLOCK_ELEMS = 32 };
 
-typedef struct piece {
+typedef struct sum_piece {
     pl_dtype dtype;
     pl_reduction reduction;
     char *memory;
@@ -25,7 +25,7 @@ typedef struct piece {
     size_t n_rest;
     char *rests; /* in the staging */
     size_t rest_stride_bytes;
-} piece;
+} sum_piece;
 
 static size_t rounded(size_t n_bytes)
 {
@@ -47,7 +47,7 @@ static pl_status gather(pli_gpu_comm *self, char *memory, size_t n_bytes)
 }
 
 /* Puts this rank's own into its place among the others' in the staging. */
-static pl_status copy_own(pli_gpu_comm *self, const piece *part)
+static pl_status copy_own(pli_gpu_comm *self, const sum_piece *part)
 {
     const size_t rank = (size_t)self->super.rank;
     const size_t block_bytes = part->n_block * ELEM_BYTES;
@@ -68,7 +68,7 @@ static pl_status copy_own(pli_gpu_comm *self, const piece *part)
     return self->backend->ops->copy(self->backend, moves, n_moves, self->side);
 }
 
-static pl_status sum_up(pli_gpu_comm *self, const piece *part,
+static pl_status sum_up(pli_gpu_comm *self, const sum_piece *part,
                         const pl_rank_ranges *ranges)
 {
     pl_rank_ranges all = *ranges;
@@ -80,7 +80,7 @@ static pl_status sum_up(pli_gpu_comm *self, const piece *part,
     return self->backend->ops->sum(self->backend, &all, self->side);
 }
 
-static pl_status sum_piece(pli_gpu_comm *self, const piece *part)
+static pl_status add_piece(pli_gpu_comm *self, const sum_piece *part)
 {
     pl_status st = PL_OK;
     const size_t n_ranks = (size_t)self->super.world_size;
@@ -119,15 +119,15 @@ static pl_status sum_in_order(pli_gpu_comm *self, const pl_op *op, char *memory)
     for (size_t n_done = 0; n_done < op->n_elems;) {
         const size_t n_left = op->n_elems - n_done;
         const size_t n = n_left < n_most ? n_left : n_most;
-        piece one = {.dtype = op->dtype,
-                     .reduction = op->reduction,
-                     .memory = memory + n_done * ELEM_BYTES,
-                     .n_block = n / n_ranks / BLOCK_ELEMS * BLOCK_ELEMS};
+        sum_piece one = {.dtype = op->dtype,
+                         .reduction = op->reduction,
+                         .memory = memory + n_done * ELEM_BYTES,
+                         .n_block = n / n_ranks / BLOCK_ELEMS * BLOCK_ELEMS};
         one.n_rest = n - n_ranks * one.n_block;
         one.rest_stride_bytes = rounded(one.n_rest * ELEM_BYTES);
         one.rests =
             (char *)self->staging.address + rounded(n_ranks * one.n_block * ELEM_BYTES);
-        PL_TRY(sum_piece(self, &one));
+        PL_TRY(add_piece(self, &one));
         n_done += n;
     }
 done:

@@ -15,12 +15,12 @@
     "-cu13), or give the path of a libnccl.so.2 in PACELINE_LIBNCCL"
 
 /* What was tried so far. */
-typedef struct search {
+typedef struct library_search {
     char tried[1024];
     size_t n;
-} search;
+} library_search;
 
-static void add_tried(search *self, const char *what, const char *why)
+static void add_tried(library_search *self, const char *what, const char *why)
 {
     const size_t room = sizeof self->tried - self->n;
     const int n =
@@ -30,7 +30,7 @@ static void add_tried(search *self, const char *what, const char *why)
     self->tried[self->n] = '\0';
 }
 
-static void *try_path(search *self, const char *path)
+static void *try_path(library_search *self, const char *path)
 {
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (handle == NULL)
@@ -39,7 +39,7 @@ static void *try_path(search *self, const char *path)
 }
 
 /* torch's own copy: by its soname, or inside of torch's libraries. */
-static void *try_loaded(search *self)
+static void *try_loaded(library_search *self)
 {
     void *handle = dlopen(SONAME, RTLD_NOW | RTLD_NOLOAD);
     if (handle == NULL && dlsym(RTLD_DEFAULT, "ncclGetVersion") != NULL)
@@ -49,7 +49,7 @@ static void *try_loaded(search *self)
     return handle;
 }
 
-static void *find(const char *path, search *self)
+static void *find(const char *path, library_search *self)
 {
     const char *chosen = pli_config_libnccl();
     if (chosen != NULL)
@@ -107,7 +107,7 @@ pl_status pli_nccl_library_open(const char *path, pli_nccl_library **out)
 {
     pl_status st = PL_OK;
     pli_nccl_library *library = NULL;
-    search tried = {.n = 0};
+    library_search tried = {.n = 0};
     PL_TRY(pli_calloc(1, sizeof *library, "NCCL's functions", &library));
     atomic_store(&library->n_users, 1);
     library->handle = find(path, &tried);

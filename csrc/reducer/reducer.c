@@ -21,9 +21,9 @@ static size_t line_up(size_t n_bytes)
 
 static arena_layout lay_out_arena(const pl_reducer_spec *spec)
 {
-    /* The buckets are on the host on a page of their own, to be mapped by themselves.
-     */
-    const size_t page = 65536; /* a multiple of every page size in use */
+    /* Buckets are on a page of their own, to be mapped by themselves: a multiple of
+     * every page size in use. */
+    const size_t page = 65536;
     const int n_ranks =
         spec->world_size > PL_MAX_RANKS ? spec->world_size : PL_MAX_RANKS;
     arena_layout at = {.late = spec->n_params, .roles = 2 * spec->n_params};

@@ -26,19 +26,19 @@ typedef struct gather {
 } gather;
 
 /* A run of elements of one table's union, in one segment of the staging. */
-typedef struct piece {
+typedef struct union_piece {
     size_t table;
     size_t first; /* element of the union */
     size_t n;
     pl_ticket ticket;
-} piece;
+} union_piece;
 
 /* How far a table's elements are laid out. */
-typedef struct cursor {
+typedef struct union_cursor {
     size_t table;
     size_t elem;      /* of the union */
     size_t local_row; /* the first of this rank's that is not behind `elem` */
-} cursor;
+} union_cursor;
 
 /* Rows of one rank. */
 typedef struct list {
@@ -60,9 +60,9 @@ struct pl_exchange {
     const int64_t **next; /* by rank: what is to be merged of its lists */
     list *table_lists;    /* by rank: of the table that is being merged */
     gather gather;
-    cursor cursor;
-    piece pieces[PLI_EXCHANGE_SEGMENTS]; /* those in flight, a ring */
-    size_t n_laid, n_taken;              /* pieces */
+    union_cursor cursor;
+    union_piece pieces[PLI_EXCHANGE_SEGMENTS]; /* those in flight, a ring */
+    size_t n_laid, n_taken;                    /* pieces */
 };
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -394,7 +394,7 @@ static size_t union_elems(const pl_exchange *self, size_t t)
 }
 
 /* Lays n elements of this rank out from the cursor on, and moves it. */
-static void lay_out(const pl_exchange *self, cursor *at, size_t n, char *to)
+static void lay_out(const pl_exchange *self, union_cursor *at, size_t n, char *to)
 {
     const pl_table *table = &self->tables[at->table];
     const pl_sparse_rows *local = &self->rows[at->table];
@@ -437,7 +437,7 @@ static int has_more(pl_exchange *self)
 {
     while (self->cursor.table < self->spec.n_tables &&
            self->cursor.elem == union_elems(self, self->cursor.table))
-        self->cursor = (cursor){.table = self->cursor.table + 1};
+        self->cursor = (union_cursor){.table = self->cursor.table + 1};
     return self->cursor.table < self->spec.n_tables;
 }
 
@@ -449,8 +449,8 @@ static pl_status issue_piece(pl_exchange *self)
     const size_t at = segment * segment_bytes(self);
     const size_t n_most = segment_bytes(self) / pl_dtype_bytes(self->tables[t].dtype);
     const size_t n_left = union_elems(self, t) - self->cursor.elem;
-    piece *next = &self->pieces[segment];
-    *next = (piece){
+    union_piece *next = &self->pieces[segment];
+    *next = (union_piece){
         .table = t, .first = self->cursor.elem, .n = n_left < n_most ? n_left : n_most};
     const pl_op op = {.kind = PL_ALL_REDUCE,
                       .reduction = PL_MEAN,
@@ -470,7 +470,7 @@ static pl_status take_piece(pl_exchange *self, int64_t slice_ns)
 {
     pl_status st = PL_OK;
     const size_t segment = self->n_taken % PLI_EXCHANGE_SEGMENTS;
-    const piece *oldest = &self->pieces[segment];
+    const union_piece *oldest = &self->pieces[segment];
     const size_t elem_bytes = pl_dtype_bytes(self->tables[oldest->table].dtype);
     PL_TRY(pl_comm_wait(self->spec.comm, oldest->ticket, slice_ns));
     memcpy((char *)self->unions[oldest->table].values + oldest->first * elem_bytes,

@@ -16,12 +16,12 @@ pl_status local_create(int world_size, size_t arena_bytes, int64_t deadline_ns,
     if (world_size < 1 || world_size > PL_MAX_RANKS)
         PL_FAIL(PL_EINVAL, "world_size is %d: give 1 to %d", world_size, PL_MAX_RANKS);
     PL_TRY(pli_calloc(1, sizeof *shared, "a world of threads", &shared));
-    shared->segment.fd = -1;
-    atomic_store(&shared->n_users, 1); /* this function's own share */
+    shared->fd = -1;
     PL_TRY(pli_segment_create(PLI_SEGMENT_FILE, world_size, arena_bytes, LOCAL_RING_OPS,
-                              &shared->segment));
+                              shared));
+    atomic_store(&shared->n_users, 1); /* this function's own share */
     for (int r = 0; r < world_size; r++) {
-        PL_TRY(pli_shm_comm_create(&(pli_shm_comm_options){.shared = shared,
+        PL_TRY(pli_shm_comm_create(&(pli_shm_comm_options){.segment = shared,
                                                            .rank = r,
                                                            .deadline_ns = deadline_ns},
                                    &comms[r]));

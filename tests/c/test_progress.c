@@ -25,13 +25,13 @@ static int create_world(worlds *all, int w)
     pli_shm_segment *shared = NULL;
     if (!CHECK_OK(pli_calloc(1, sizeof *shared, "a test's world", &shared)))
         return 0;
-    atomic_store(&shared->n_users, all->world_size);
-    if (!CHECK_OK(pli_segment_create(PLI_SEGMENT_FILE, all->world_size, 65536, 64,
-                                     &shared->segment)))
+    if (!CHECK_OK(
+            pli_segment_create(PLI_SEGMENT_FILE, all->world_size, 65536, 64, shared)))
         return 0;
+    atomic_store(&shared->n_users, all->world_size);
     for (int r = 0; r < all->world_size; r++) {
         pli_shm_comm *comm = NULL;
-        const pli_shm_comm_options options = {.shared = shared,
+        const pli_shm_comm_options options = {.segment = shared,
                                               .progress = all->progress[r],
                                               .rank = r,
                                               .deadline_ns = RANKS_DEADLINE_NS};

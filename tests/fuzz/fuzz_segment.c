@@ -29,7 +29,7 @@ static void settle_words(pli_rank *rank)
 /* A descriptor of memory with a sound header, but for what the input puts there. */
 static int write_segment(unsigned flags, bytes *from)
 {
-    pli_segment made;
+    pli_shm_segment made;
     must(pli_segment_create(PLI_SEGMENT_FILE, SEGMENT_RANKS, SEGMENT_ARENA, SEGMENT_OPS,
                             &made) == PL_OK);
     if (flags & SEGMENT_IS_RAW) {
@@ -86,13 +86,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     pli_shm_segment *shared = NULL;
     pli_shm_comm *comm = NULL;
     must(pli_calloc(1, sizeof *shared, "a segment", &shared) == PL_OK);
-    atomic_store(&shared->n_users, 1);
-    if (pli_segment_adopt(fd, SEGMENT_RANKS, SEGMENT_ARENA, SEGMENT_OPS,
-                          &shared->segment) != PL_OK) {
+    if (pli_segment_adopt(fd, SEGMENT_RANKS, SEGMENT_ARENA, SEGMENT_OPS, shared) !=
+        PL_OK) {
         (void)close(fd);
         pli_free(shared);
     } else {
-        must(pli_shm_comm_create(&(pli_shm_comm_options){.shared = shared,
+        atomic_store(&shared->n_users, 1);
+        must(pli_shm_comm_create(&(pli_shm_comm_options){.segment = shared,
                                                          .rank = 1,
                                                          .deadline_ns = PLI_MS},
                                  &comm) == PL_OK);
