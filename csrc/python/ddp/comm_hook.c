@@ -88,10 +88,9 @@ static pl_status post(void *context, size_t bucket)
 {
     const reducer_object *self = context;
     const PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *result =
-        PyObject_CallMethod(self->comm_hook, "post", "n", (Py_ssize_t)bucket);
-    const pl_status st = result != NULL ? PL_OK : pli_callback_failed();
-    Py_XDECREF(result);
+    const int status =
+        pli_drop(PyObject_CallMethod(self->comm_hook, "post", "n", (Py_ssize_t)bucket));
+    const pl_status st = status == 0 ? PL_OK : pli_callback_failed();
     PyGILState_Release(gil);
     return st;
 }
@@ -189,10 +188,8 @@ void pli_comm_hook_abandon(reducer_object *self)
 {
     if (self->comm_hook == NULL)
         return;
-    PyObject *result = PyObject_CallMethod(self->comm_hook, "abandon", NULL);
-    if (result == NULL)
+    if (pli_drop(PyObject_CallMethod(self->comm_hook, "abandon", NULL)) != 0)
         PyErr_Clear();
-    Py_XDECREF(result);
 }
 
 void pli_comm_hook_raise_refusal(reducer_object *self)

@@ -12,9 +12,7 @@
 /* Takes over `result`, and with it what the call says. */
 static pl_status status_of_call(PyObject *result)
 {
-    const pl_status st = result != NULL ? PL_OK : pli_callback_failed();
-    Py_XDECREF(result);
-    return st;
+    return pli_drop(result) == 0 ? PL_OK : pli_callback_failed();
 }
 
 static const char *reduction_text(pl_reduction reduction)
@@ -51,10 +49,8 @@ static void drop(void *context)
     const PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *result = PyObject_CallMethod(context, "drop", NULL);
-    if (result == NULL)
+    if (pli_drop(PyObject_CallMethod(context, "drop", NULL)) != 0)
         PyErr_Clear();
-    Py_XDECREF(result);
     PyErr_Restore(type, value, traceback);
     PyGILState_Release(gil);
 }

@@ -1,5 +1,9 @@
 /* listener_type.c - paceline._native.Listener, with which rank 0 makes a world. */
+#include <stddef.h>
+
 #include "world.h"
+
+#include <structmember.h>
 
 static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -25,22 +29,16 @@ static void listener_dealloc(PyObject *object)
     pli_object_free(object);
 }
 
-static PyObject *listener_address(PyObject *object, void *closure)
-{
-    PLI_ENTER(object);
-    (void)closure;
-    return PyUnicode_FromString(((listener_object *)object)->address);
-}
-
-static PyGetSetDef listener_getset[] = {
-    {"address", listener_address, NULL, "Name that the other ranks connect to.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef listener_members[] = {
+    {"address", T_STRING_INPLACE, offsetof(listener_object, address), READONLY,
+     "Name that the other ranks connect to."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot listener_slots[] = {
     {Py_tp_new, listener_new},
     {Py_tp_dealloc, listener_dealloc},
-    {Py_tp_getset, listener_getset},
+    {Py_tp_members, listener_members},
     {Py_tp_doc, "Listener()\n--\n\nSocket over which rank 0 gathers a world."},
     {0, NULL},
 };

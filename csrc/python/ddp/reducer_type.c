@@ -70,10 +70,8 @@ static void remove_hooks(reducer_object *self)
             pli_hook_detach(self->slots[i].hook);
         if (self->slots[i].handle == NULL)
             continue;
-        PyObject *result = PyObject_CallMethod(self->slots[i].handle, "remove", NULL);
-        if (result == NULL)
+        if (pli_drop(PyObject_CallMethod(self->slots[i].handle, "remove", NULL)) != 0)
             PyErr_Clear(); /* at interpreter exit: the hook does nothing anyway */
-        Py_XDECREF(result);
         Py_CLEAR(self->slots[i].handle);
     }
     PyErr_Restore(type, value, traceback);
