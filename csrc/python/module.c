@@ -219,36 +219,31 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **field)
     return *field != NULL ? PyModule_AddType(module, *field) : -1;
 }
 
-static int add_exception(PyObject *module, const char *name, const char *doc,
-                         PyObject *bases, PyObject **field)
-{
-    char path[64];
-    (void)PyOS_snprintf(path, sizeof path, "paceline.%s", name);
-    *field = PyErr_NewExceptionWithDoc(path, doc, bases, NULL);
-    return *field != NULL ? PyModule_AddObjectRef(module, name, *field) : -1;
-}
-
+/* The classes are Python's: paceline/_errors.py. */
 static int add_exceptions(PyObject *module, module_state *state)
 {
-    if (add_exception(
-            module, "PeerError",
-            "Another rank died, left, or failed in this step; the message names "
-            "it.",
-            PyExc_RuntimeError, &state->peer_error) != 0)
+    const struct {
+        const char *name;
+        PyObject **field;
+    } table[] = {
+        {"PeerError", &state->peer_error},
+        {"PeerTimeoutError", &state->peer_timeout_error},
+        {"MismatchError", &state->mismatch_error},
+    };
+    int status = -1;
+    PyObject *errors = PyImport_ImportModule("paceline._errors");
+    if (errors == NULL)
         return -1;
-    PyObject *bases = PyTuple_Pack(2, state->peer_error, PyExc_TimeoutError);
-    if (bases == NULL)
-        return -1;
-    const int status = add_exception(
-        module, "PeerTimeoutError",
-        "Another rank lives but kept this one waiting beyond the deadline.", bases,
-        &state->peer_timeout_error);
-    Py_DECREF(bases);
-    if (status != 0)
-        return -1;
-    return add_exception(module, "MismatchError",
-                         "The ranks' models, or the steps they run, differ.",
-                         PyExc_RuntimeError, &state->mismatch_error);
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+        *table[i].field = PyObject_GetAttrString(errors, table[i].name);
+        if (*table[i].field == NULL ||
+            PyModule_AddObjectRef(module, table[i].name, *table[i].field) != 0)
+            goto done;
+    }
+    status = 0;
+done:
+    Py_DECREF(errors);
+    return status;
 }
 
 static int module_exec(PyObject *module)

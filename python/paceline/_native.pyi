@@ -7,13 +7,13 @@ from typing import Any, final
 
 import torch
 
+from paceline._errors import MismatchError as MismatchError
+from paceline._errors import PeerError as PeerError
+from paceline._errors import PeerTimeoutError as PeerTimeoutError
+
 MAX_HOSTS: int
 MAX_SHARED_MEMORY_RANKS: int
 N_LINK_STREAMS: int
-
-class PeerError(RuntimeError): ...
-class PeerTimeoutError(PeerError, TimeoutError): ...
-class MismatchError(RuntimeError): ...
 
 def attach_torch(**callables: Any) -> None: ...
 def before_fork() -> None: ...

@@ -33,11 +33,12 @@ C_FILES: dict[str, set[str]] = {
     "python/module": _CORE | {"python", "python/ddp", "python/dp"},
 }
 
-_LEAVES = {"_native", "_environment", "_cgroup", "_cloudpickle"}
+_LEAVES = {"_native", "_environment", "_cgroup", "_cloudpickle", "_errors"}
 _TOOLS = {"_gpu", "_files", "_checksum", "_checkpoint", "_recorder"}
 _LOW = _LEAVES | {"_compat"} | _TOOLS
 PACKAGES: dict[str, set[str]] = {
-    "_native": set(),
+    "_native": {"_errors"},
+    "_errors": set(),
     "_environment": {"_native"},
     "_cgroup": set(),
     "_cloudpickle": set(),

@@ -157,9 +157,10 @@ def train_until_a_kill(rank, n_ranks, moment):
     except RuntimeError as error:
         when = time.monotonic()
         caught = f"{type(error).__name__}: {error}"
+        facts = error.rank, error.signal
     assert caught is not None, f"no error in {MOST_STEPS} steps"
     del model, loader
-    return when, caught, leftovers(before) + shared_names()
+    return when, caught, facts, leftovers(before) + shared_names()
 
 
 # ---- in the test --------------------------------------------------------------------
@@ -187,11 +188,13 @@ def kill_at(moment):
         if rank == victim:
             continue
         assert outcome.is_ok, outcome
-        when, words, left = outcome.value
+        when, words, facts, left = outcome.value
         print(f"rank {rank} knew after {when - killed_at:.3f} s")
         named = "" if moment.phase == "construction" else died
         assert words.startswith(f"PeerError: rank {rank}: {named}"), words
         assert f"rank {victim}" in words
+        # This process may have collected the victim before the rank looked.
+        assert facts in [(victim, None), (victim, signal.SIGKILL)], words
         assert left == []
     return workers
 

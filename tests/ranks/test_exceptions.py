@@ -57,6 +57,8 @@ def test_peers_are_told_why_a_rank_has_left(launch, where, words, tmp_path):
     for survivor in (0, 2):
         error = json.loads((tmp_path / f"error.{survivor}").read_text())
         assert (error["kind"], error["step"]) == ("PeerError", 2)
+        n_begun = 2 if where in ("outside", "leave") else 3
+        assert error["facts"] == [CULPRIT, n_begun, None], error
         for word in words:
             assert word.format(survivor=survivor) in error["words"]
         assert words is LEFT or "number of steps" not in error["words"]

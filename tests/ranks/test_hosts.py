@@ -150,6 +150,9 @@ def test_a_rank_that_fails_is_named_on_every_host(device, how, culprit, n_ranks,
         kind, when, text = outcome.value
         assert kind == "PeerError", text
         assert any(name in text for name in names), text
+        fault = paceline.PeerError(text).rank
+        is_lost = culprit == first and how != "backward" and rank // 2 != culprit // 2
+        assert fault == (None if is_lost and n_ranks == (2, 2) else culprit), text
         assert how != "backward" or "no port is free" in text
         if how == "kill" and len(n_ranks) == 1:
             died = f"rank {culprit} (process {pids[culprit]}) died"

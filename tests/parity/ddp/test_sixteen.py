@@ -4,6 +4,7 @@ import re
 import time
 from pathlib import Path
 
+import paceline
 import pytest
 from cases import on_gpus_too, on_ranks
 from sixteen import AT_ONCE, DEADLINE, EXPERIMENTS, Report, judge, run
@@ -63,6 +64,8 @@ def assert_messages(verdict, patterns):
         else:
             assert message is not None, str(verdict)
             assert re.match(pattern, message, re.DOTALL), message
+            kind, _, words = message.partition(": ")
+            assert getattr(paceline, kind)(words).rank == 1, message
 
 
 def assert_raises(name, verdict):

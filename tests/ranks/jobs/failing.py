@@ -8,6 +8,7 @@ FOLDER/error.RANK.
 """
 
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -77,6 +78,8 @@ def run(rank, where, folder):
             model(torch.randn(4, 8)).sum().backward()
     except PeerError as error:
         words = {"kind": type(error).__name__, "words": str(error), "step": step}
+        error = pickle.loads(pickle.dumps(error))
+        words["facts"] = error.rank, error.step, error.signal
         Path(folder, f"error.{rank}").write_text(json.dumps(words))
 
 

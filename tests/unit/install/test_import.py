@@ -189,5 +189,7 @@ def test_errors_are_the_kinds_that_callers_catch():
 def test_the_stubs_name_what_the_native_module_has():
     stub = Path(paceline.__file__).with_name("_native.pyi").read_text()
     public = [name for name in dir(_native) if not name.startswith("_")]
-    declared = re.findall(r"^(?:def |class )?(\w+)[(:]", stub, re.MULTILINE)
+    declared = re.findall(
+        r"^(?:def |class |from .* import )?(\w+)(?:[(:]| as )", stub, re.MULTILINE
+    )
     assert set(public) - set(declared) == set()

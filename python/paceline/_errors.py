@@ -1,0 +1,91 @@
+"""The errors that name another rank, and the facts of such an error.
+
+The message is all that crosses from C to Python and from host to host: so the facts are
+read from it, in this one place, wherever the error began.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+_OWN_WORDS = "\n\nIts own failure message:\n"
+_REPORTER = re.compile(r"rank (\d+): ")
+# What a rank passes on: the words of the one that it names, or of another host.
+_PASSED_ON = re.compile(
+    rf".*?{_OWN_WORDS}(?=rank \d+: )"
+    r"|(?:rank \d+: )?(?:rank (\d+)|ranks \d+ to \d+) \(host \d+\) failed: "
+    r"|(?:rank \d+: )?(?:the (?:world|step) has failed|[^(\n]* from what was saved) "
+    r"\((?=rank \d+: )",
+    re.DOTALL,
+)
+_CULPRIT = re.compile(
+    r".*?\brank 0(?:'s| has| was given)\b.*?\brank (\d+)(?:'s| has| what)"
+    r"|(?:the step of |this rank and |the world has failed \(|a step has failed on )?"
+    r"rank (\d+)\b(?: \(process (?P<pid>\d+)\) died)?"
+    r"|this rank is in a forward that rank (\d+)\b"
+    r"|ranks \[(\d+)\] have not"
+    r"|this rank issued",
+    re.DOTALL,
+)
+_STEP = re.compile(r"\bstep (\d+), in ")
+
+
+class _NamesRank(Exception):
+    rank: int | None = None
+    step: int | None = None
+    signal: int | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        text, rank, is_passed_on = str(self), None, False
+        while found := _PASSED_ON.match(text):
+            rank, is_passed_on, text = found[1], True, text[found.end() :]
+        text = text.partition(_OWN_WORDS)[0]
+        reporter = _REPORTER.match(text)
+        culprit = _CULPRIT.match(text, reporter.end() if reporter else 0)
+        if culprit:
+            rank = next(filter(None, culprit.group(1, 2, 4, 5)), None)
+            step = _STEP.search(text, culprit.end())
+            self.step = int(step[1]) if step else None
+            self.signal = _signal_of(culprit["pid"])
+        if reporter and rank is None and (culprit or is_passed_on):
+            rank = None if text.startswith("ranks ", reporter.end()) else reporter[1]
+        self.rank = int(rank) if rank is not None else None
+
+
+def _signal_of(pid: str | None) -> int | None:
+    """Return what ended a process, unless its parent has collected it."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()
+        return int(fields[48]) & 0x7F or None if state == "Z" else None
+    return None
+
+
+class PeerError(_NamesRank, RuntimeError):
+    """Another rank died, left, or failed in this step; the message names it.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank at fault; None where it is not known which of a host's it is.
+    step : int or None
+        The step in which that rank was, from 1; None outside of steps.
+    signal : int or None
+        What ended its process, as ``signal.SIGKILL``, if it was on this host and its
+        parent had not collected it yet.
+    """
+
+
+class PeerTimeoutError(PeerError, TimeoutError):
+    """Another rank lives but kept this one waiting beyond the deadline."""
+
+
+class MismatchError(_NamesRank, RuntimeError):
+    """The ranks' models, or their steps, differ; `rank` is the first that does."""
+
+
+PeerError.__module__ = PeerTimeoutError.__module__ = MismatchError.__module__ = (
+    "paceline"
+)
