@@ -22,6 +22,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline import callbacks as callbacks
+    from paceline import data as data
     from paceline._checkpoint import load, save
     from paceline._ddp.distributed import DistributedDataParallel
     from paceline._dp.check import check
@@ -60,6 +62,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "callbacks": "paceline.callbacks",
+    "data": "paceline.data",
     "DataParallel": "paceline._dp.data_parallel",
     "DistributedDataParallel": "paceline._ddp.distributed",
     "MismatchError": "paceline._native",
@@ -83,10 +87,11 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    module = importlib.import_module(home)
+    value = getattr(module, name, module)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted({*globals(), *_HOMES})

@@ -51,7 +51,8 @@ PACKAGES: dict[str, set[str]] = {
     "_cli": {"", "_install", *_LOW},
     "__main__": {"_cli"},
     "callbacks": set(),
-    "": {"_ddp", "_dp", "_install", "_launch", *_LOW},
+    "data": _LOW,
+    "": {"callbacks", "data", "_ddp", "_dp", "_install", "_launch", *_LOW},
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
+from torch.utils.data import dataloader
 
 from paceline import _native
 from paceline._compat import packed_sequence, sparse_rows, torch_cuda, torch_graph
@@ -414,6 +415,17 @@ def has_buffer_property() -> bool:
     """Tell whether ``broadcast_buffers`` is a deprecated name (torch 2.13)."""
     ddp = torch.nn.parallel.DistributedDataParallel
     return isinstance(getattr(ddp, "broadcast_buffers", None), property)
+
+
+def batches_read_ahead(frame: types.FrameType | None, depth: int = 4) -> int:
+    """Return how many batches a DataLoader's workers are given before its loop.
+
+    ``frame`` asks for the sampler's iterator; what calls it may wrap the sampler.
+    """
+    owner = frame.f_locals.get("self") if frame is not None else None
+    if isinstance(owner, dataloader._BaseDataLoaderIter):
+        return (getattr(owner, "_prefetch_factor", None) or 0) * owner._num_workers
+    return batches_read_ahead(frame.f_back, depth - 1) if frame and depth else 0
 
 
 def skip_frames(*functions: Any) -> None:

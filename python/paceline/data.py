@@ -1,0 +1,248 @@
+"""Which rows of a data set a rank takes: each row once an epoch, on any ranks.
+
+A pass is what one ``iter()`` of the sampler gives; it counts how often it is asked for
+a batch.  A DataLoader with workers asks for some batches ahead, and then for one more
+each time that its loop takes one: so the count says which batch the loop is at.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, Sampler
+
+from paceline._compat import torch_core
+
+
+class BatchSampler(Sampler[list[int]]):
+    """Deal out the rows of a data set to ranks in batches: none is padded or dropped.
+
+    Give it to a `DataLoader` as `batch_sampler`.  The last batch of an epoch is divided
+    as evenly as possible; with fewer rows than ranks, it is joined to the one before.
+    So each row comes once an epoch, and all ranks take the same number of steps.
+
+    A batch counts as taken when the `DataLoader` hands it to its loop.  When all are,
+    the epoch advances; a loop that ends earlier has the next one begin the epoch anew.
+
+    Parameters
+    ----------
+    dataset : Sized
+        What the `DataLoader` reads; its length is asked for once.
+    batch_size : int
+        Rows of a batch for each rank.
+    shuffle : bool, default True
+        Whether each epoch has an order of its own, as of torch's `DistributedSampler`.
+    seed : int, default 0
+        The same on every rank, as are all arguments but `rank`.
+    rank, world_size : int, optional
+        By default those of torch's process group when a pass begins, or one process.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the data set has no length, or a number is wrong; when a pass begins, if it
+        has fewer rows than ranks, or ``WORLD_SIZE`` is set without a process group.
+
+    Examples
+    --------
+    >>> from paceline.data import BatchSampler
+    >>> for rank in range(2):
+    ...     sampler = BatchSampler(range(7), 2, shuffle=False, rank=rank, world_size=2)
+    ...     print(list(sampler), sampler.scale)
+    [[0, 1], [4]] 0.6666666666666666
+    [[2, 3], [5, 6]] 1.3333333333333333
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            words = f"dataset is a {type(dataset).__name__}, without rows by number"
+            raise TypeError(f"{words}: for streams take MosaicML Streaming")
+        self.batch_size = _integer("batch_size", batch_size, 1)
+        self._n_rows = len(dataset)
+        self._shuffle, self._seed = bool(shuffle), _integer("seed", seed)
+        self._place: tuple[int, int] | None = None
+        if rank is not None or world_size is not None:
+            size = _integer("world_size", world_size, 1)
+            self._place = _integer("rank", rank, 0, size - 1), size
+        # The pass's epoch, how many of its rows were taken before, which were carried.
+        self._begin: tuple[int, int, list[int]] = (0, 0, [])
+        self._pass: _Pass | None = None
+        self._is_loaded = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return _Pass(self, torch_core.batches_read_ahead(sys._getframe(1)))
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch."""
+        return _count_batches(self._n_rows, self.batch_size, self._find_place()[1])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch that comes next: where a loop over epochs begins."""
+        epoch, n_taken, carried = self._position()
+        return epoch + (len(carried) + self._n_rows - n_taken < self._find_place()[1])
+
+    @property
+    def scale(self) -> float:
+        """What makes this rank's mean loss one whose mean over ranks is that over rows.
+
+        It is this rank's rows of the present batch, times ranks, by the rows of all.
+        """
+        if self._pass is None or self._pass.n_taken == 0:
+            raise RuntimeError("scale is that of a batch, and none has been taken")
+        return self._pass.part_of(self._pass.n_taken - 1)[2]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, as torch's samplers do; the present one goes on as it is.
+
+        After a state was loaded another epoch is a ValueError: begin at `epoch`.
+        """
+        if _integer("epoch", epoch) == self.epoch:
+            return
+        if self._is_loaded:
+            words = f"epoch is {epoch}, but the state goes on in epoch {self.epoch}"
+            raise ValueError(f"{words}: for epoch in range(sampler.epoch, n_epochs)")
+        self._begin, self._pass = (operator.index(epoch), 0, []), None
+
+    def state_dict(self, taken: int | None = None) -> dict[str, Any]:
+        """Return where the epoch stands, the same on every rank: save it on one.
+
+        If something between the `DataLoader` and your loop reads ahead, `taken` is how
+        many batches of this pass your loop has been given.
+        """
+        epoch, n_rows, carried = self._position(taken)
+        order = {"n_rows": self._n_rows, "shuffle": self._shuffle, "seed": self._seed}
+        return {"epoch": epoch, "taken": n_rows, "carried": [*carried], **order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, in its order, with any number of ranks and batch size.
+
+        If fewer rows of the epoch are left than there are ranks now, they come with the
+        first batch of the next epoch.  A state of other data is a ValueError.
+        """
+        n_rows = self._n_rows
+        if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
+            raise ValueError("state is not what BatchSampler.state_dict() returns")
+        if state["n_rows"] != n_rows:
+            raise ValueError(f"state is of {state['n_rows']} rows, and not of {n_rows}")
+        carried = [_integer("carried", row, 0, n_rows - 1) for row in state["carried"]]
+        taken = _integer("taken", state["taken"], 0, n_rows + len(carried))
+        self._begin = (_integer("epoch", state["epoch"]), taken, carried)
+        self._shuffle, self._seed = bool(state["shuffle"]), state["seed"]
+        self._pass, self._is_loaded = None, True
+
+    def _start(self, begun: _Pass) -> tuple[torch.Tensor, int, int]:
+        """Begin a pass; return its rows, of all ranks, the rank and the world size."""
+        rank, size = self._find_place()
+        if self._pass is not None and self._pass.n_taken == self._pass.n_batches:
+            self._begin = self._position()
+        if len(rows := self._rows()) < size:
+            self._begin = (self._begin[0] + 1, 0, rows.tolist())
+            rows = self._rows()
+        self._pass, self._is_loaded = begun, False
+        return rows, rank, size
+
+    def _find_place(self) -> tuple[int, int]:
+        """Return rank and world size."""
+        place, started = self._place, os.environ.get("WORLD_SIZE", "1")
+        if place is None and dist.is_available() and dist.is_initialized():
+            place = dist.get_rank(), dist.get_world_size()
+        elif place is None and started != "1":
+            words = "there is no process group: call paceline.init() first"
+            raise ValueError(f"WORLD_SIZE is {started}, but {words}")
+        rank, size = place or (0, 1)
+        if self._n_rows < size:
+            raise ValueError(f"dataset has only {self._n_rows} rows for {size} ranks")
+        return rank, size
+
+    def _position(self, taken: int | None = None) -> tuple[int, int, list[int]]:
+        """Return `_begin` as it is after what the loop has taken."""
+        epoch, n_rows, carried = self._begin
+        if self._pass is None:
+            _integer("taken", taken or 0, 0, 0)
+        else:
+            n = self._pass.n_taken if taken is None else taken
+            n_rows += self._pass.end_of(_integer("taken", n, 0, self._pass.n_batches))
+        is_end = n_rows == len(carried) + self._n_rows
+        return (epoch + 1, 0, []) if is_end else (epoch, n_rows, carried)
+
+    def _rows(self) -> torch.Tensor:
+        epoch, n_taken, carried = self._begin
+        rows = torch.arange(self._n_rows, device="cpu")
+        if self._shuffle:
+            generator = torch.Generator().manual_seed((self._seed + epoch) % 2**63)
+            rows = torch.randperm(self._n_rows, generator=generator, device="cpu")
+        return torch.cat([torch.tensor(carried).to(rows), rows])[n_taken:]
+
+
+class _Pass(Iterator[list[int]]):
+    """One rank's part of the batches, and how many of them have been taken."""
+
+    def __init__(self, sampler: BatchSampler, n_ahead: int) -> None:
+        self._sampler, self._n_ahead = sampler, n_ahead
+        self._deal()
+
+    def _deal(self) -> None:
+        self._rows, self._rank, self._size = self._sampler._start(self)
+        self._n_asked, size = 0, self._sampler.batch_size
+        self._n_global = size * self._size
+        self.n_batches = _count_batches(len(self._rows), size, self._size)
+
+    def state_dict(self) -> dict[str, Any]:  # as torchdata needs it
+        return self._sampler.state_dict(min(self._n_asked, self.n_batches))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self._deal()
+
+    def __next__(self) -> list[int]:
+        self._n_asked += 1
+        if self._n_asked > self.n_batches:
+            raise StopIteration
+        begin, end, _ = self.part_of(self._n_asked - 1)
+        return [*self._rows[begin:end].tolist()]
+
+    @property
+    def n_taken(self) -> int:
+        return min(max(self._n_asked - self._n_ahead, 0), self.n_batches)
+
+    def end_of(self, n: int) -> int:
+        """Return how many rows the first n batches have, on all ranks together."""
+        return len(self._rows) if n == self.n_batches else n * self._n_global
+
+    def part_of(self, n: int) -> tuple[int, int, float]:
+        """Return where this rank's part of batch n begins and ends, and its scale."""
+        begin, n_rows = self.end_of(n), self.end_of(n + 1) - self.end_of(n)
+        first, end = (n_rows * r // self._size for r in (self._rank, self._rank + 1))
+        return begin + first, begin + end, (end - first) * self._size / n_rows
+
+
+def _count_batches(n_rows: int, batch_size: int, n_ranks: int) -> int:
+    """Return into how many batches rows go: a rest is one if each rank has a row."""
+    n_whole, n_rest = divmod(n_rows, batch_size * n_ranks)
+    return n_whole + (n_rest >= n_ranks)
+
+
+def _integer(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}: give an integer") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {number}: give an integer from {least} to {most}")
+    return number

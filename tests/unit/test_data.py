@@ -1,0 +1,204 @@
+"""`paceline.data.BatchSampler`: each row once an epoch, on any ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import paceline
+import pytest
+import torch
+from paceline.data import BatchSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+N_DRAWN = 400
+WORKERS = [(0, False), (2, False), (2, True)]
+
+
+def orders(n_rows, shuffle, seed):
+    """Yield the rows of epoch after epoch, as torch's sampler orders them."""
+    torchs = DistributedSampler(range(n_rows), 1, 0, shuffle=shuffle, seed=seed)
+    for epoch in itertools.count():
+        torchs.set_epoch(epoch)
+        yield from torchs
+
+
+@pytest.mark.parametrize("seed", range(N_DRAWN))
+def test_each_row_comes_once_an_epoch_whatever_ranks_go_on_from_wherever(seed):
+    rng = random.Random(seed)
+    n_rows = rng.randint(7, 60)
+    order = {"shuffle": rng.random() < 0.7, "seed": rng.randrange(3)}
+    found, state, last = [], None, -1
+    for _ in range(rng.randint(1, 8)):  # restarts
+        size, batch_size = rng.randint(1, 7), rng.randint(1, 9)
+        places = [{"rank": rank, "world_size": size} for rank in range(size)]
+        samplers = [
+            BatchSampler(range(n_rows), batch_size, **order, **p) for p in places
+        ]
+        for sampler in samplers if state is not None else []:
+            sampler.load_state_dict(state)
+        for _ in range(rng.randint(0, 3)):  # epochs
+            epoch, passes = samplers[0].epoch, [iter(each) for each in samplers]
+            assert epoch - last in (0, 1)
+            n_steps = rng.choice([rng.randint(0, 20), 100])
+            for parts in itertools.islice(zip(*passes, strict=True), n_steps):
+                sizes = [len(part) for part in parts]
+                assert min(sizes) >= 1
+                assert max(sizes) - min(sizes) <= 1
+                assert sum(sizes) < size * (batch_size + 1)
+                scales = [n * size / sum(sizes) for n in sizes]
+                assert [each.scale for each in samplers] == scales
+                found += itertools.chain(*parts)
+            last = epoch
+            if n_steps < 100:
+                break  # a pass that is given up is begun anew, if it is not resumed
+        state, *others = (sampler.state_dict() for sampler in samplers)
+        assert all(other == state for other in others)
+    assert found == list(itertools.islice(orders(n_rows, **order), len(found)))
+
+
+@pytest.mark.parametrize(("n_workers", "persistent"), WORKERS)
+def test_a_loop_over_a_loader_counts_what_it_takes_and_not_what_workers_read(
+    n_workers, persistent
+):
+    rows = torch.arange(11)
+
+    def start(state=None):
+        sampler = BatchSampler(rows, 2)
+        if state is not None:
+            sampler.load_state_dict(state)
+        options = {"num_workers": n_workers, "persistent_workers": persistent}
+        return sampler, DataLoader(rows, batch_sampler=sampler, **options)
+
+    sampler, loader = start()
+    epochs, states, rests = [], [], []
+    for _ in range(3):
+        epochs.append([])
+        for n, batch in enumerate(loader):
+            assert sampler.state_dict(taken=n + 1) == sampler.state_dict()
+            epochs[-1] += batch.tolist()
+            states.append(sampler.state_dict())
+            rests.append(len(epochs[-1]))
+        assert sorted(epochs[-1]) == rows.tolist()
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert (sampler.epoch, len(loader), len(states)) == (3, 6, 18)
+    for n in (0, 4, 8, 11):  # 11: the end of the second epoch
+        again, loader = start(states[n])
+        here = n // 6 + (n == 11)
+        assert again.epoch == here
+        taken = torch.cat(list(loader)).tolist()
+        assert taken == (epochs[here][rests[n] :] if n < 11 else epochs[here])
+    next(iter(loader))  # a look at a batch, or a loop that ends early
+    again_from = again.epoch
+    for _ in loader:
+        assert again.epoch == again_from
+        break
+    assert len(torch.cat(list(loader))) == len(rows)
+    assert again.epoch == again_from + 1
+
+
+def test_the_states_that_torchdatas_loader_takes_are_those_of_what_it_was_given():
+    sampler, again = BatchSampler(range(11), 2), BatchSampler(range(11), 2)
+    list(sampler)
+    batches = iter(sampler)
+    given = [next(batches) for _ in range(3)]
+    states = sampler.state_dict(taken=1), batches.state_dict()  # the first, as it lags
+    again.load_state_dict(states[0])
+    rest = iter(again)
+    rest.load_state_dict(states[1])
+    assert sorted(itertools.chain(*given, *rest)) == list(range(11))
+    assert again.epoch == 2
+
+
+def test_two_loops_at_once_have_all_rows_each_and_the_later_one_counts():
+    sampler = BatchSampler(range(6), 2)
+    first, second = iter(sampler), iter(sampler)
+    for each in zip(*zip(first, second, strict=True), strict=True):
+        assert sorted(itertools.chain(*each)) == list(range(6))
+    assert sampler.epoch == 1
+
+
+def test_epochs_can_be_set_as_with_torchs_samplers():
+    sampler = BatchSampler(range(9), 4)
+    epochs = []
+    for epoch in (0, 1, 1, 5):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+    assert epochs[1] == epochs[2]
+    assert epochs[0] != epochs[1] != epochs[3]
+    assert sampler.epoch == 6
+    next(batches := iter(sampler))
+    sampler.set_epoch(6)  # the present one
+    assert sampler.state_dict()["taken"] == 4
+    other = BatchSampler(range(9), 4, seed=7)
+    other.load_state_dict(sampler.state_dict())
+    with pytest.raises(ValueError, match=r"goes on in epoch 6: .*sampler\.epoch"):
+        other.set_epoch(5)
+    other.set_epoch(6)
+    assert list(other) == list(batches)
+
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return iter(range(8))
+
+
+class Unsized:
+    pass
+
+
+REFUSALS = [
+    ((Stream(), 2), {}, TypeError, "dataset is a Stream.*Streaming"),
+    ((Unsized(), 2), {}, TypeError, "dataset is a Unsized"),
+    ((range(8), 0), {}, ValueError, "batch_size is 0: give an integer from 1"),
+    ((range(8), 2.0), {}, TypeError, r"batch_size is 2\.0: give an integer"),
+    ((range(8), 2), {"seed": -1}, ValueError, "seed is -1"),
+    ((range(8), 2), {"seed": "a"}, TypeError, "seed is 'a'"),
+    ((range(8), 2), {"rank": 0}, TypeError, "world_size is None"),
+    ((range(8), 2), {"world_size": 2}, TypeError, "rank is None"),
+    ((range(8), 2), {"rank": 2, "world_size": 2}, ValueError, "rank is 2"),
+    (
+        (range(3), 2),
+        {"rank": 0, "world_size": 4},
+        ValueError,
+        "only 3 rows for 4 ranks",
+    ),
+    (([], 2), {}, ValueError, "0 rows for 1 ranks"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "kind", "words"), REFUSALS)
+def test_what_cannot_be_dealt_out_is_one_error(args, options, kind, words):
+    with pytest.raises(kind, match=words):
+        iter(BatchSampler(*args, **options))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_rows": 9}, "9 rows, and not of 8"),
+        ({"taken": 9}, "taken is 9"),
+        ({"carried": [8]}, "carried is 8"),
+        ({"more": 1}, "not what BatchSampler"),
+    ],
+)
+def test_a_state_of_something_else_is_refused_and_changes_nothing(change, words):
+    sampler = BatchSampler(range(8), 2)
+    before = sampler.state_dict()
+    with pytest.raises(ValueError, match=words):
+        sampler.load_state_dict({**before, "epoch": 3, **change})
+    with pytest.raises(ValueError, match="taken is 1"):
+        sampler.state_dict(taken=1)
+    with pytest.raises(RuntimeError, match="none has been taken"):
+        sampler.scale  # noqa: B018
+    assert (sampler.state_dict(), sampler.epoch) == (before, 0)
+
+
+def test_ranks_without_a_process_group_are_not_taken_for_one(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2.*no process group"):
+        iter(paceline.data.BatchSampler(range(8), 2))
+    list(BatchSampler(range(8), 2, rank=0, world_size=1))
