@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paceline._launch.init import World, init
     from paceline._launch.launch import launch
     from paceline._launch.ranks import RankError
+    from paceline._mean import mean
     from paceline._native import MismatchError, PeerError, PeerTimeoutError
 
 try:
@@ -56,6 +57,7 @@ __all__ = [
     "install",
     "launch",
     "load",
+    "mean",
     "replicate",
     "save",
     "uninstall",
@@ -77,6 +79,7 @@ _HOMES = {
     "install": "paceline._install.rebind",
     "launch": "paceline._launch.launch",
     "load": "paceline._checkpoint",
+    "mean": "paceline._mean",
     "replicate": "paceline._dp.marker",
     "save": "paceline._checkpoint",
     "uninstall": "paceline._install.rebind",

@@ -57,8 +57,7 @@ first_step = 0
 if options.checkpoint.exists():
     rest = paceline.load(options.checkpoint, model=model, optimizer=optimizer)
     first_step = rest["n_steps"]
-    if world.rank == 0:
-        print(f"going on after step {first_step}, with {world.world_size} ranks")
+    world.print(f"going on after step {first_step}, with {world.world_size} ranks")
 first_of_rank_0 = torch.tensor(first_step)
 torch.distributed.broadcast(first_of_rank_0, 0)
 if first_step != first_of_rank_0:
@@ -77,16 +76,14 @@ for step in range(first_step, options.steps):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total)
-    if world.rank == 0 and options.losses is not None:
-        line = {"step": step, "loss": total.item() / world.world_size}
+    mean_loss = paceline.mean(loss)
+    if world.is_main and options.losses is not None:
+        line = {"step": step, "loss": mean_loss.item()}
         with options.losses.open("a") as losses:
             losses.write(json.dumps(line) + "\n")
     if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
         state = {"model": model, "optimizer": optimizer, "n_steps": step + 1}
         paceline.save(state, options.checkpoint)  # rank 0 writes, whole or not at all
 
-if world.rank == 0:
-    print(f"{options.steps} steps are done")
+world.print(f"{options.steps} steps are done")
 torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -53,6 +54,20 @@ class World:
     local_rank: int
     device: torch.device
     launcher: str
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0, as ``print`` does, and nothing elsewhere."""
+        if self.is_main:
+            print(*values, **options)
+
+    def log_filter(self, record: logging.LogRecord) -> bool:
+        """Pass all records on rank 0, elsewhere those from WARNING on: for handlers."""
+        return self.is_main or record.levelno >= logging.WARNING
 
 
 World.__module__ = "paceline"

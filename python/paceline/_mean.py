@@ -1,0 +1,114 @@
+"""``paceline.mean()``: numbers and tensors, averaged over ranks."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline._compat import torch_groups
+from paceline._errors import MismatchError, PeerError
+
+
+def mean(x: Any) -> Any:
+    """Return the mean over ranks of a number or a tensor, or of each in a dict.
+
+    All ranks call it together, each with a value of its own, and get the same result.
+    Without a process group there is one rank.
+
+    Parameters
+    ----------
+    x : real number, dense tensor of real numbers, or dict of these
+        The same kind, shape and dtype on every rank.
+
+    Returns
+    -------
+    float, torch.Tensor or dict
+        A number gives a float.  A tensor gives a new one on its device, without a
+        graph, of the dtype of ``x / 2``: its own, or torch's default dtype for integers
+        and booleans.  It is computed on the CPU in float64, with one rounding.
+
+    Raises
+    ------
+    TypeError, paceline.MismatchError
+        If `x` is something else; on each rank, if names, shapes or dtypes differ.
+    paceline.PeerError
+        If a rank ends, or does not call it before the process group's timeout.
+
+    Examples
+    --------
+    >>> import paceline, torch
+    >>> paceline.mean({"loss": torch.tensor(0.5), "n_rows": 32})
+    {'loss': tensor(0.5000), 'n_rows': 32.0}
+    """
+    values = x if isinstance(x, Mapping) else {"": x}
+    names = sorted(values, key=repr)
+    parts = [torch.empty(0, dtype=torch.float64, device="cpu")]
+    spec, problem = "", None
+    try:
+        for name in names:
+            what, part = _read(values[name])
+            spec += (f", {name!r}: " if values is x else ", ") + what
+            parts.append(part)
+    except Exception as error:  # the other ranks must be told, whatever it is
+        problem = error
+    flat = torch.cat(parts)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        flat = _mean_over_ranks(spec[2:], flat, problem)
+    elif problem is not None:
+        raise problem
+    means = flat.split_with_sizes([len(part) for part in parts[1:]])
+    found = dict(zip(names, means, strict=True))
+    found = {name: _restore(found[name], value) for name, value in values.items()}
+    return found if values is x else found[""]
+
+
+def _mean_over_ranks(
+    spec: str, flat: torch.Tensor, problem: Exception | None
+) -> torch.Tensor:
+    told: list[Any] = [None] * dist.get_world_size()
+    torch_groups.wait_for_gloo_at_exit()
+    # What this sends has one size, so that ranks that differ find it out.
+    _meet(dist.all_gather_object, told, (spec, problem and str(problem)))
+    if problem is not None:
+        raise problem
+    for rank, (theirs, failure) in enumerate(told):
+        if failure is not None:
+            raise MismatchError(f"rank {rank} failed in mean(): {failure}")
+        if theirs != told[0][0]:
+            words = f"rank 0 has {told[0][0]} where rank {rank} has {theirs}"
+            raise MismatchError(f"mean() needs the same of every rank, but {words}")
+    flat = flat if "cpu" in torch_groups.backends_by_device() else flat.cuda()
+    _meet(dist.all_reduce, flat)
+    return flat.cpu() / len(told)
+
+
+def _meet(collective: Callable[..., Any], *args: Any) -> None:
+    try:
+        collective(*args)
+    except RuntimeError as error:
+        words = "a rank has not come to this mean(), which all must call equally often"
+        raise PeerError(f"rank {dist.get_rank()}: {words} ({error})") from error
+
+
+def _read(value: Any) -> tuple[str, torch.Tensor]:
+    """Return what a value is, and its numbers."""
+    if isinstance(value, numbers.Real):
+        number = torch.tensor([float(value)], dtype=torch.float64, device="cpu")
+        return "a number", number
+    is_plain = isinstance(value, torch.Tensor) and not torch_groups.is_dtensor(value)
+    if is_plain and value.layout == torch.strided and not value.is_complex():
+        flat = value.detach().to("cpu", torch.float64).reshape(-1)
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}", flat
+    kind = type(value).__name__
+    raise TypeError(f"mean() of a {kind}: give real numbers, dense tensors or a dict")
+
+
+def _restore(mean: torch.Tensor, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return mean.item()
+    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    return mean.reshape(value.shape).to(value.device, dtype, copy=True)

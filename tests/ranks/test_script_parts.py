@@ -1,0 +1,124 @@
+"""What a script has round the wrapper, on ranks: batches, means, prints and logs."""
+
+import itertools
+import logging
+import re
+import sys
+
+import paceline
+import pytest
+import torch
+from paceline.data import BatchSampler
+from support.ranks import run_ranks, values
+from torch.utils.data import DataLoader, TensorDataset
+
+N_ROWS, BATCH = 20, 6  # the last batch has 2 rows, which 3 ranks join to the one before
+
+
+def train(world_size, is_scaled=True):
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(N_ROWS, 4, dtype=torch.float64))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double()
+    if world_size > 1:
+        model = paceline.DistributedDataParallel(model)
+        sampler = BatchSampler(data, BATCH // world_size)
+    else:  # the batches of three ranks
+        sampler = BatchSampler(data, BATCH)
+        batches = [[*range(6)], [*range(6, 12)], [*range(12, 20)]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        loader = DataLoader(data, batch_sampler=sampler)
+        if world_size == 1:
+            order = list(itertools.chain(*sampler))
+            loader = [(data[[order[i] for i in part]][0],) for part in batches]
+        for (x,) in loader:
+            loss = (model(x) - x).square().mean()
+            if world_size > 1 and is_scaled:
+                loss = loss * sampler.scale
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(paceline.mean(loss))
+    return torch.stack(losses), [p.detach() for p in model.parameters()]
+
+
+def train_on_ranks(rank, n_ranks):
+    return train(n_ranks), train(n_ranks, is_scaled=False)
+
+
+def test_a_training_with_the_scale_is_that_of_one_process():
+    losses, parameters = train(1)
+    for scaled, plain in values(run_ranks(train_on_ranks, 3)):
+        # Not to the bit: three means are added up in place of one.
+        torch.testing.assert_close(scaled, (losses, parameters), rtol=1e-12, atol=0)
+        assert not torch.allclose(plain[1][0], parameters[0], rtol=1e-3)
+
+
+# ---- mean ----------------------------------------------------------------------------
+
+ONES = torch.ones(2)
+MEANS = [  # what ranks 0 and 1 give, and get
+    (1, 2, 1.5),
+    (True, 0.5, 0.75),
+    (torch.tensor([1, 2]), torch.tensor([2, 4]), torch.tensor([1.5, 3.0])),
+    (ONES.bfloat16(), ONES.bfloat16(), ONES.bfloat16()),
+    (torch.ones(1, requires_grad=True), torch.zeros(1), torch.tensor([0.5])),
+    (torch.empty(0, 3), torch.empty(0, 3), torch.empty(0, 3)),
+    ({"a": 1, 3: ONES}, {3: ONES, "a": 2}, {"a": 1.5, 3: ONES}),
+    ({}, {}, {}),
+]
+DIFFERENCES = [  # what ranks 0 and 1 give, the error of rank 0, that of rank 1
+    (torch.ones(2), torch.ones(3), r"Mismatch.*\(2,\) where rank 1 has .*\(3,\)", None),
+    (torch.ones(2), torch.ones(2).double(), "Mismatch.*float32.*where.*float64", None),
+    (1, torch.tensor(1), "Mismatch.*0 has a number where rank 1 .*torch.int64", None),
+    ({"a": 1}, {"b": 1}, "Mismatch.*0 has 'a': a number where rank 1 has 'b'", None),
+    ("1", 1, r"TypeError: mean\(\) of a str", "Mismatch.*rank 0 failed.*of a str"),
+    (10**400, 1, "OverflowError", "Mismatch.*rank 0 failed in mean.*too large"),
+    (torch.ones(2).to_sparse(), 1, "TypeError", "Mismatch.*rank 0 failed in mean"),
+    (torch.ones(1) * 1j, 1, "TypeError", "Mismatch.*rank 0 failed in mean"),
+]
+
+
+def take_means(rank, n_ranks):
+    world = paceline.init()
+    world.print("printed by", rank, flush=True)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.addFilter(world.log_filter)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.info("info of %s", rank)
+    logging.warning("warning of %s", rank)
+    found = [paceline.mean(row[rank]) for row in MEANS]
+    errors = []
+    for row in DIFFERENCES:
+        with pytest.raises(Exception) as caught:
+            paceline.mean(row[rank])
+        fault = getattr(caught.value, "rank", None)
+        errors.append((f"{caught.typename}: {caught.value}", fault))
+    if rank == 0:
+        with pytest.raises(paceline.PeerError, match="equally often"):
+            paceline.mean(1)  # rank 1 does not
+    return found, errors, world.is_main
+
+
+def test_a_mean_is_that_of_all_ranks_and_a_difference_is_an_error_on_each():
+    outcomes = run_ranks(take_means, 2, group_timeout=2.0)
+    for rank, (found, errors, is_main) in enumerate(values(outcomes)):
+        for got, (*_, expected) in zip(found, MEANS, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        for (words, fault), row in zip(errors, DIFFERENCES, strict=True):
+            assert re.match(row[2 + rank] or row[2], words), words
+            assert fault == (None if "Mismatch" not in words else int(row[3] is None))
+        assert is_main == (rank == 0)
+        output = outcomes[rank].output
+        assert f"warning of {rank}" in output
+        assert ("printed by" in output, "info of" in output) == (is_main, is_main)
+
+
+def test_a_mean_of_one_process_has_the_form_of_one_over_ranks():
+    for value, _, expected in MEANS:
+        got = paceline.mean(value)
+        assert type(got) is type(expected)
+        if isinstance(got, torch.Tensor):
+            assert (got.dtype, got.requires_grad) == (expected.dtype, False)
+            assert got.data_ptr() != value.data_ptr() or len(got) == 0
