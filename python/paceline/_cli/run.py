@@ -2,7 +2,8 @@
 
 The arguments that follow go to Python as they are, in the place of this process.
 Paceline reaches the program as :func:`paceline.install` reaches children: the program
-finds everything as Python leaves it.
+finds everything as Python leaves it.  With ``-n`` the program is torchrun, which starts
+ranks of it on this machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from paceline import _cgroup
 from paceline._install import rebind
 
 
@@ -29,6 +31,8 @@ def run(arguments: list[str]) -> NoReturn:
         If the arguments name none, or it cannot be reached.
     """
     first = arguments[0] if arguments else ""
+    if first[:2] == "-n":
+        arguments, first = _as_ranks(first[2:], arguments[1:]), "-m"
     if not arguments:
         raise UsageError("give a script, -m module or -c code")
     if first in ("-m", "-c") and len(arguments) == 1:
@@ -38,6 +42,26 @@ def run(arguments: list[str]) -> NoReturn:
     flags = _python_flags()
     _reach()
     os.execv(sys.executable, [sys.executable, *flags, *arguments])
+
+
+def _as_ranks(n: str, arguments: list[str]) -> list[str]:
+    """Return the arguments that start n ranks on this machine, by torchrun."""
+    if not n and arguments:
+        n, *arguments = arguments
+    import torch
+    from torch.distributed.run import get_args_parser
+
+    n = str(torch.cuda.device_count()) if n == "gpu" else n
+    if not (n.isascii() and n.isdigit() and int(n) > 0):
+        raise UsageError(f"-n {n}: give a number of ranks, or gpu for one a GPU")
+    given = get_args_parser().parse_args(arguments)
+    if given.nnodes not in ("1", "1:1") or given.rdzv_endpoint or given.node_rank:
+        raise UsageError("run -n is for one machine: for several, call torchrun")
+    n_cores = min(len(os.sched_getaffinity(0)), _cgroup.cpu_quota() or sys.maxsize)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(n_cores) // int(n))))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--local-addr=127.0.0.1", f"--nproc-per-node={n}", *arguments]
 
 
 def _python_flags() -> list[str]:
