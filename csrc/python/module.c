@@ -219,30 +219,18 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **field)
     return *field != NULL ? PyModule_AddType(module, *field) : -1;
 }
 
-/* The classes are Python's: paceline/_errors.py. */
+/* The classes are Python's. */
 static int add_exceptions(PyObject *module, module_state *state)
 {
-    const struct {
-        const char *name;
-        PyObject **field;
-    } table[] = {
-        {"PeerError", &state->peer_error},
-        {"PeerTimeoutError", &state->peer_timeout_error},
-        {"MismatchError", &state->mismatch_error},
-    };
-    int status = -1;
-    PyObject *errors = PyImport_ImportModule("paceline._errors");
-    if (errors == NULL)
-        return -1;
-    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
-        *table[i].field = PyObject_GetAttrString(errors, table[i].name);
-        if (*table[i].field == NULL ||
-            PyModule_AddObjectRef(module, table[i].name, *table[i].field) != 0)
-            goto done;
+    static const char *const names[] = {"PeerError", "PeerTimeoutError",
+                                        "MismatchError"};
+    state->errors = PyImport_ImportModule("paceline._errors");
+    int status = state->errors != NULL ? 0 : -1;
+    for (size_t i = 0; i < sizeof names / sizeof names[0] && status == 0; i++) {
+        PyObject *type = PyObject_GetAttrString(state->errors, names[i]);
+        status = type != NULL ? PyModule_AddObjectRef(module, names[i], type) : -1;
+        Py_XDECREF(type);
     }
-    status = 0;
-done:
-    Py_DECREF(errors);
     return status;
 }
 
@@ -279,9 +267,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 #define VISIT_TYPE(name) Py_VISIT(state->name##_type);
     PLI_TYPE_MAP(VISIT_TYPE)
 #undef VISIT_TYPE
-    Py_VISIT(state->peer_error);
-    Py_VISIT(state->peer_timeout_error);
-    Py_VISIT(state->mismatch_error);
+    Py_VISIT(state->errors);
     Py_VISIT(state->exchange_capsule);
 #define VISIT_CALLABLE(name) Py_VISIT(state->name);
     PLI_TORCH_MAP(VISIT_CALLABLE)
@@ -298,9 +284,7 @@ static int module_clear(PyObject *module)
 #define CLEAR_TYPE(name) Py_CLEAR(state->name##_type);
     PLI_TYPE_MAP(CLEAR_TYPE)
 #undef CLEAR_TYPE
-    Py_CLEAR(state->peer_error);
-    Py_CLEAR(state->peer_timeout_error);
-    Py_CLEAR(state->mismatch_error);
+    Py_CLEAR(state->errors);
     Py_CLEAR(state->str_grad);
     Py_CLEAR(state->str_is_neg);
     Py_CLEAR(state->str_is_conj);

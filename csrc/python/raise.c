@@ -15,6 +15,7 @@ static const char *exception_name(pl_status st)
     return "RuntimeError";
 }
 
+/* A new reference; NULL with an exception set. */
 static PyObject *exception_of(const module_state *state, pl_status st)
 {
     const struct {
@@ -25,14 +26,12 @@ static PyObject *exception_of(const module_state *state, pl_status st)
         {"MemoryError", PyExc_MemoryError},
         {"OSError", PyExc_OSError},
         {"NotImplementedError", PyExc_NotImplementedError},
-        {"PeerError", state->peer_error},
-        {"PeerTimeoutError", state->peer_timeout_error},
-        {"MismatchError", state->mismatch_error},
+        {"RuntimeError", PyExc_RuntimeError},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
         if (strcmp(table[i].name, exception_name(st)) == 0)
-            return table[i].type;
-    return PyExc_RuntimeError;
+            return Py_NewRef(table[i].type);
+    return PyObject_GetAttrString(state->errors, exception_name(st));
 }
 
 PyObject *pli_raise(const module_state *state, pl_status st)
@@ -42,8 +41,10 @@ PyObject *pli_raise(const module_state *state, pl_status st)
     /* A file's name in it may be anything. */
     const char *words = pl_error_message();
     PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
-    if (text != NULL)
-        PyErr_SetObject(exception_of(state, st), text);
+    PyObject *type = text != NULL ? exception_of(state, st) : NULL;
+    if (type != NULL)
+        PyErr_SetObject(type, text);
+    Py_XDECREF(type);
     Py_XDECREF(text);
     return NULL;
 }

@@ -85,9 +85,7 @@ typedef struct module_state {
 #define TYPE_FIELD(name) PyTypeObject *name##_type;
     PLI_TYPE_MAP(TYPE_FIELD)
 #undef TYPE_FIELD
-    PyObject *peer_error;
-    PyObject *peer_timeout_error;
-    PyObject *mismatch_error;
+    PyObject *errors;   /* the module paceline._errors */
     PyObject *str_grad; /* interned "grad", and so on */
     PyObject *str_is_neg;
     PyObject *str_is_conj;

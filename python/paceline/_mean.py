@@ -57,7 +57,7 @@ def mean(x: Any) -> Any:
         problem = error
     flat = torch.cat(parts)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        flat = _mean_over_ranks(spec[2:], flat, problem)
+        flat = _reduce(spec[2:], flat, problem)
     elif problem is not None:
         raise problem
     means = flat.split_with_sizes([len(part) for part in parts[1:]])
@@ -66,9 +66,7 @@ def mean(x: Any) -> Any:
     return found if values is x else found[""]
 
 
-def _mean_over_ranks(
-    spec: str, flat: torch.Tensor, problem: Exception | None
-) -> torch.Tensor:
+def _reduce(spec: str, flat: torch.Tensor, problem: Exception | None) -> torch.Tensor:
     told: list[Any] = [None] * dist.get_world_size()
     torch_groups.wait_for_gloo_at_exit()
     # What this sends has one size, so that ranks that differ find it out.

@@ -99,19 +99,13 @@ class BatchSampler(Sampler[list[int]]):
 
     @property
     def scale(self) -> float:
-        """What makes this rank's mean loss one whose mean over ranks is that over rows.
-
-        It is this rank's rows of the present batch, times ranks, by the rows of all.
-        """
+        """What a mean loss is multiplied by: this rank's rows by the mean of ranks'."""
         if self._pass is None or self._pass.n_taken == 0:
             raise RuntimeError("scale is that of a batch, and none has been taken")
         return self._pass.part_of(self._pass.n_taken - 1)[2]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, as torch's samplers do; the present one goes on as it is.
-
-        After a state was loaded another epoch is a ValueError: begin at `epoch`.
-        """
+        """Begin an epoch, unless it has begun; a state that was loaded goes first."""
         if _integer("epoch", epoch) == self.epoch:
             return
         if self._is_loaded:

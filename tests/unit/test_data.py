@@ -197,6 +197,15 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing(change, words)
     assert (sampler.state_dict(), sampler.epoch) == (before, 0)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loader_that_gives_batches_in_another_order_is_refused():
+    sampler = BatchSampler(range(8), 2)
+    loader = DataLoader(range(8), batch_sampler=sampler, num_workers=2)
+    loader.in_order = False  # an argument from torch 2.6 on
+    with pytest.raises(ValueError, match="counts batches in order"):
+        iter(loader)
+
+
 def test_ranks_without_a_process_group_are_not_taken_for_one(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"WORLD_SIZE is 2.*no process group"):

@@ -1,8 +1,4 @@
-"""The facts of an error: what each form of message says of the rank at fault.
-
-Failures that ranks meet are in test_exceptions.py, test_death.py and test_hosts.py, and
-test_sixteen.py; here is what these do not reach.
-"""
+"""The facts of errors whose messages the tables of tests/ranks do not reach."""
 
 import pickle
 import signal

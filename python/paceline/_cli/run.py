@@ -2,8 +2,7 @@
 
 The arguments that follow go to Python as they are, in the place of this process.
 Paceline reaches the program as :func:`paceline.install` reaches children: the program
-finds everything as Python leaves it.  With ``-n`` the program is torchrun, which starts
-ranks of it on this machine.
+finds everything as Python leaves it.  With ``-n`` that program is torchrun.
 """
 
 from __future__ import annotations

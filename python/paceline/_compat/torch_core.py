@@ -424,6 +424,9 @@ def batches_read_ahead(frame: types.FrameType | None, depth: int = 4) -> int:
     """
     owner = frame.f_locals.get("self") if frame is not None else None
     if isinstance(owner, dataloader._BaseDataLoaderIter):
+        loader = frame.f_locals.get("loader") if frame is not None else None
+        if owner._num_workers > 1 and not getattr(loader, "in_order", True):
+            raise ValueError("this sampler counts batches in order: in_order=True")
         return (getattr(owner, "_prefetch_factor", None) or 0) * owner._num_workers
     return batches_read_ahead(frame.f_back, depth - 1) if frame and depth else 0
 

@@ -34,7 +34,6 @@ def environ():
             "2",
         ),
         ("", ["gpu", "--tee", "3", "train.py"], "3", "2"),
-        ("16", ["train.py"], "16", "1"),
     ],
 )
 def test_ranks_share_the_cores_and_other_options_are_torchruns(
@@ -57,7 +56,6 @@ def test_what_the_user_has_set_and_the_containers_share_count(monkeypatch):
     ("rest", "words"),
     [
         ([], "-n : give a number of ranks"),
-        (["0", "train.py"], "-n 0"),
         (["two", "train.py"], "-n two"),
         (["2", "--nnodes", "2", "train.py"], "for one machine"),
         (["2", "--rdzv-endpoint", "host0:29400", "train.py"], "for one machine"),
