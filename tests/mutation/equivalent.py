@@ -24,10 +24,6 @@ other stream, side stream: moves at once are of the CPU, which has no streams
     csrc/reducer/reducer_deliver.c pl_reducer_mark_ready move_in(
     csrc/reducer/reducer_finish.c pl_reducer_mark_unused ops->copy(
 
-drop order, other stream: the memory that is tried then is new: nothing on any stream
-touches it
-    csrc/python/ddp/reducer_build.c prepare pl_reducer_set_stream(
-
 other stream, side stream: what is marked unused is packed at the step's close alone, on
 that very stream; one more stream is only waited for in vain
     csrc/reducer/reducer_finish.c pl_reducer_mark_unused pli_reducer_defer(

@@ -309,7 +309,7 @@ def test_top_keeps_its_numbers_in_a_terminal_of_80_columns(folder):
 def test_the_help_of_top_has_each_column_and_key():
     pytest.importorskip("rich")
     table = importlib.import_module("paceline._cli.steps.table")
-    fields = [*dataclasses.fields(summary.Row), *dataclasses.fields(summary.Job)]
+    fields = [*dataclasses.fields(summary.RankRow), *dataclasses.fields(summary.Job)]
     for name in (*table._COLUMNS, *(field.name for field in fields), "problems"):
         assert re.search(rf"\b{name}\b", " ".join(top.EPILOGUE.split())), name
     assert max(map(len, top.EPILOGUE.splitlines())) < 80
