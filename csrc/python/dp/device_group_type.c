@@ -430,7 +430,7 @@ static PyMethodDef group_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot group_slots[] = {
+static PyType_Slot device_group_slots[] = {
     {Py_tp_new, group_new},
     {Py_tp_dealloc, group_dealloc},
     {Py_tp_methods, group_methods},
@@ -440,9 +440,4 @@ static PyType_Slot group_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_device_group_spec = {
-    .name = "paceline._native.DeviceGroup",
-    .basicsize = sizeof(device_group_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = group_slots,
-};
+PLI_TYPE(device_group, DeviceGroup, 0);

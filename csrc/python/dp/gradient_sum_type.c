@@ -235,17 +235,11 @@ static PyMethodDef sum_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot sum_slots[] = {
+static PyType_Slot gradient_sum_slots[] = {
     {Py_tp_dealloc, sum_dealloc},
     {Py_tp_methods, sum_methods},
     {Py_tp_doc, "Gradients on their way; see DeviceGroup.gradient_sum()."},
     {0, NULL},
 };
 
-PyType_Spec pli_gradient_sum_spec = {
-    .name = "paceline._native.GradientSum",
-    .basicsize = sizeof(gradient_sum_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = sum_slots,
-};
+PLI_TYPE(gradient_sum, GradientSum, Py_TPFLAGS_DISALLOW_INSTANTIATION);

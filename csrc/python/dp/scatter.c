@@ -439,10 +439,4 @@ static PyType_Slot scattered_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_scattered_spec = {
-    .name = "paceline._native.Scattered",
-    .basicsize = sizeof(scattered_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = scattered_slots,
-};
+PLI_TYPE(scattered, Scattered, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION);

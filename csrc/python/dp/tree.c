@@ -281,13 +281,7 @@ static PyType_Slot tree_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pli_tree_spec = {
-    .name = "paceline._native.Tree",
-    .basicsize = sizeof(tree_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
-             Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = tree_slots,
-};
+PLI_TYPE(tree, Tree, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION);
 
 /* ---- flatten() ------------------------------------------------------------------ */
 
