@@ -17,7 +17,8 @@ _PASSED_ON = re.compile(
     rf".*?{_OWN_WORDS}(?=rank \d+: )"
     r"|(?:rank \d+: )?(?:rank (\d+)|ranks \d+ to \d+) \(host \d+\) failed: "
     r"|(?:rank \d+: )?(?:the (?:world|step) has failed|[^(\n]* from what was saved) "
-    r"\((?=rank \d+: )",
+    r"\((?=rank \d+: )"
+    r"|(?:rank \d+: )?rank \d+ could not make (?:its|the) world: (?=rank \d+: )",
     re.DOTALL,
 )
 _CULPRIT = re.compile(

@@ -22,6 +22,7 @@ FACTS = [  # the message, and whose fault it is in which step
     ("rank 1: one of ranks [0, 2] was lost during construction (timeout)", None, None),
     ("rank 1: the group's store is gone, and with it rank 0 or the", None, None),
     ("rank 2 could not make its world: no room", 2, None),
+    (f"rank 1: rank 0 could not make the world: {DIED} or gave up", 3, 5),
     ("a step has failed on rank 1 (no room), and its process group", 1, None),
     ("rank 2: this rank issued another operation (step 4, in forward)", 2, 4),
     ("rank 2: this rank and rank 1 wait (in this one, rank 1: step 3, in a)", 1, 3),
