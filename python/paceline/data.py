@@ -136,8 +136,9 @@ class BatchSampler(Sampler[list[int]]):
             raise ValueError(f"state is of {state['n_rows']} rows, and not of {n_rows}")
         carried = [_integer("carried", row, 0, n_rows - 1) for row in state["carried"]]
         taken = _integer("taken", state["taken"], 0, n_rows + len(carried))
-        self._begin = (_integer("epoch", state["epoch"]), taken, carried)
-        self._shuffle, self._seed = bool(state["shuffle"]), state["seed"]
+        epoch, seed = _integer("epoch", state["epoch"]), _integer("seed", state["seed"])
+        self._begin = (epoch, taken, carried)
+        self._shuffle, self._seed = bool(state["shuffle"]), seed
         self._pass, self._is_loaded = None, True
 
     def _start(self, begun: _Pass) -> tuple[torch.Tensor, int, int]:
@@ -205,6 +206,12 @@ class _Pass(Iterator[list[int]]):
         self._deal()
 
     def __next__(self) -> list[int]:
+        counted = self._sampler._pass
+        if counted is not None and abs(counted.n_taken - self.n_taken) > 1:
+            words = "another loop over this sampler began in the midst of this one"
+            raise RuntimeError(f"{words}: give it a BatchSampler of its own")
+        if counted is not None and self.n_taken < self.n_batches:
+            self._sampler._pass = self  # the one asked last has the scale and the state
         self._n_asked += 1
         if self._n_asked > self.n_batches:
             raise StopIteration

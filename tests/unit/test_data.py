@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 
@@ -110,12 +111,26 @@ def test_the_states_that_torchdatas_loader_takes_are_those_of_what_it_was_given(
     assert again.epoch == 2
 
 
-def test_two_loops_at_once_have_all_rows_each_and_the_later_one_counts():
-    sampler = BatchSampler(range(6), 2)
+def test_two_loops_at_once_have_all_rows_each_if_they_go_on_together():
+    sampler = BatchSampler(range(7), 2)
     first, second = iter(sampler), iter(sampler)
     for each in zip(*zip(first, second, strict=True), strict=True):
-        assert sorted(itertools.chain(*each)) == list(range(6))
+        assert sorted(itertools.chain(*each)) == list(range(7))
     assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("at", range(3))
+def test_a_look_at_a_batch_within_a_loop_never_leaves_a_wrong_count(n_workers, at):
+    sampler = BatchSampler(range(7), 2)
+    loader = DataLoader(torch.arange(7), batch_sampler=sampler, num_workers=n_workers)
+    raises = pytest.raises(RuntimeError, match="own")
+    with raises if at == 2 else contextlib.nullcontext():
+        for n, _ in enumerate(loader):
+            assert sampler.state_dict() == sampler.state_dict(taken=n + 1)
+            if n == at:
+                next(iter(loader))
+    assert sampler.epoch == (at < 2)
 
 
 def test_epochs_can_be_set_as_with_torchs_samplers():
@@ -182,6 +197,7 @@ def test_what_cannot_be_dealt_out_is_one_error(args, options, kind, words):
         ({"n_rows": 9}, "9 rows, and not of 8"),
         ({"taken": 9}, "taken is 9"),
         ({"carried": [8]}, "carried is 8"),
+        ({"seed": -1}, "seed is -1"),
         ({"more": 1}, "not what BatchSampler"),
     ],
 )
