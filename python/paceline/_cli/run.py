@@ -53,7 +53,9 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
     n = str(torch.cuda.device_count()) if n == "gpu" else n
     if not (n.isascii() and n.isdigit() and int(n) > 0):
         raise UsageError(f"-n {n}: give a number of ranks, or gpu for one a GPU")
-    given = get_args_parser().parse_args(arguments)
+    given = get_args_parser().parse_args([f"--nproc-per-node={n}", *arguments])
+    if given.nproc_per_node != n:
+        raise UsageError(f"-n {n} and --nproc-per-node {given.nproc_per_node}: give -n")
     if given.nnodes not in ("1", "1:1") or given.rdzv_endpoint or given.node_rank:
         raise UsageError("run -n is for one machine: for several, call torchrun")
     n_cores = min(len(os.sched_getaffinity(0)), _cgroup.cpu_quota() or sys.maxsize)

@@ -57,6 +57,7 @@ def test_what_the_user_has_set_and_the_containers_share_count(monkeypatch):
     [
         ([], "-n : give a number of ranks"),
         (["two", "train.py"], "-n two"),
+        (["2", "--nproc-per-node", "1", "train.py"], "-n 2 and --nproc-per-node 1"),
         (["2", "--nnodes", "2", "train.py"], "for one machine"),
         (["2", "--rdzv-endpoint", "host0:29400", "train.py"], "for one machine"),
     ],
