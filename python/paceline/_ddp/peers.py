@@ -11,10 +11,11 @@ import json
 import os
 import pickle
 import secrets
+import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +129,14 @@ class Peers:
     not answer, nor is its connection lost while that rank's DataLoader workers live.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        seconds: float = torch_groups.DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self.rank, self.size, self._seconds = rank, size, seconds
         self.here = Host.here()
         self._hosts: dict[int, Host] = {rank: self.here}
         # The group's store, under a prefix of this meeting; None: torch shows none.
@@ -146,9 +153,7 @@ class Peers:
         prefix = f"paceline/{name}/{restart}/{number}"
         self.store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         self._store = self.store
-        with self._store_failure():
-            self._store.set(f"host/{rank}", json.dumps(vars(self.here)))
-            self._read_hosts(self._store)
+        self._in_time(self._tell_and_read_hosts)
 
     @property
     def hosts(self) -> list[Host]:
@@ -172,6 +177,33 @@ class Peers:
                 f"the launcher that hosts it, during construction ({error})"
             ) from error
 
+    def _in_time(self, ask: Callable[[], None]) -> None:
+        """Ask the store; one that a stopped process hosts is given up in time."""
+        errors: list[BaseException | None] = []
+
+        def run() -> None:
+            try:
+                with self._store_failure():
+                    ask()
+                errors.append(None)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(self._seconds)
+        if not errors:
+            raise _native.PeerTimeoutError(
+                f"rank {self.rank}: the group's store, which rank 0 or the launcher "
+                f"hosts, has not answered within {self._seconds:g} s"
+            )
+        if errors[0] is not None:
+            raise errors[0]
+
+    def _tell_and_read_hosts(self) -> None:
+        self._store.set(f"host/{self.rank}", json.dumps(vars(self.here)))
+        self._read_hosts(self._store)
+
     def _read_hosts(self, store: Any) -> None:
         """Read where some of the ranks are, the next ones first; of few, all."""
         first = self.rank + self._n_looked
@@ -187,12 +219,14 @@ class Peers:
         self._check_processes()
         if self._store is None:
             return
-        with self._store_failure():
-            if self._store.check(["gone"]):
-                rank, what = json.loads(self._store.get("gone"))
-                self._fail(rank, what)
-            self._read_hosts(self._store)
+        self._in_time(self._look_into_store)
         self._check_processes()
+
+    def _look_into_store(self) -> None:
+        if self._store.check(["gone"]):
+            rank, what = json.loads(self._store.get("gone"))
+            self._fail(rank, what)
+        self._read_hosts(self._store)
 
     def tell_of_end(self, why: BaseException) -> None:
         """Have the others' :meth:`check` raise that this rank has left the meeting."""

@@ -78,7 +78,7 @@ class Meeting:
             not self._has_cpu or torch_groups.cpu_backend_name(group) == "gloo"
         )
         if self.size > 1 and self._is_known_kind:
-            self._peers = Peers(group, self.rank, self.size)
+            self._peers = Peers(group, self.rank, self.size, self._seconds)
             if not self._has_cpu and self._peers.store is None:
                 raise NotImplementedError(
                     "process_group takes no CPU tensors, and torch shows no store of "

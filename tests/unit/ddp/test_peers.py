@@ -91,3 +91,14 @@ def test_ranks_that_have_sent_nothing_are_named_by_all(store):
     for rank in (0, 2):
         with pytest.raises(_native.PeerTimeoutError, match=r"ranks \[1(, 2)?\] have"):
             every[rank].all_gather(b"here", 0.05)
+
+
+def test_a_store_that_a_stopped_process_hosts_is_given_up_in_time(store):
+    ranks = peers.Peers(None, 1, 2)
+    ranks._seconds = 0.1
+    for ask in (ranks.check, lambda: peers.Peers(None, 1, 2, 0.1)):
+        with (
+            store.lock,
+            pytest.raises(_native.PeerTimeoutError, match="has not answered"),
+        ):
+            ask()
