@@ -191,7 +191,7 @@ class Peers:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(self._seconds)
+        thread.join(min(self._seconds, threading.TIMEOUT_MAX))
         if not errors:
             raise _native.PeerTimeoutError(
                 f"rank {self.rank}: the group's store, which rank 0 or the launcher "
