@@ -165,12 +165,17 @@ class TorchSurface(TorchDDP):
         session.set_sync(bool(value), session.in_no_sync and not value)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """Accumulate gradients on this rank, without averaging.
 
         A backward is not averaged when its forward ran inside the context (torch's
         contract), or when it runs inside itself.  The first averaged backward after it
         averages all that has accumulated.
+
+        Parameters
+        ----------
+        enabled : bool, default True
+            Without it, the context does nothing.  torch's method has no arguments.
 
         Examples
         --------
@@ -180,20 +185,22 @@ class TorchSurface(TorchDDP):
         ...     "gloo", store=dist.HashStore(), rank=0, world_size=1
         ... )
         >>> model = DistributedDataParallel(torch.nn.Linear(2, 1))
-        >>> with model.no_sync():
-        ...     model(torch.ones(1, 2)).sum().backward()
-        >>> model(torch.ones(1, 2)).sum().backward()  # averages the sum of both
+        >>> for micro in range(2):
+        ...     with model.no_sync(enabled=micro < 1):
+        ...         model(torch.ones(1, 2)).sum().backward()  # the last averages both
         >>> model.module.weight.grad
         tensor([[2., 2.]])
         >>> dist.destroy_process_group()
         """
         session = self._session
         before = session.sync, session.in_no_sync
-        session.set_sync(False, True)
+        if enabled:
+            session.set_sync(False, True)
         try:
             yield
         finally:
-            session.set_sync(*before)
+            if enabled:
+                session.set_sync(*before)
 
     # ---- hooks ----------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Accumulation, unused parameters, and gradients that somebody keeps."""
 
+import contextlib
 import gc
 import time
 import warnings
@@ -8,8 +9,10 @@ import pytest
 import torch
 from cases import (
     Twin,
+    as_torch,
     assert_equal,
     bits,
+    grads_of,
     mean_over,
     net,
     on_gpus_too,
@@ -87,6 +90,30 @@ def test_a_whole_step_without_synchronisation_waits_for_nobody(ranks):
             loss(ranks, step)(model).backward()
     loss(ranks, "last")(model).backward()
     ranks.assert_same([p.grad for p in model.parameters()], "the average")
+
+
+@as_torch(strict=[False, True], how=["plain", "compiled", "nested"])
+def test_no_sync_that_is_not_enabled_does_nothing(ranks, wrap, strict, how):
+    is_ours = wrap == ranks.wrap
+    model = wrap(net(), **({"strict": strict} if is_ours else {}))
+
+    def no_sync(enabled):
+        if is_ours:
+            return model.no_sync(enabled=enabled)
+        return model.no_sync() if enabled else contextlib.nullcontext()
+
+    def accumulate(x, is_last):
+        with no_sync(not is_last), no_sync(not is_last and how != "nested"):
+            model(x).sum().backward()
+
+    if how == "compiled":
+        torch._dynamo.reset()
+        accumulate = torch.compile(accumulate, backend="eager")
+    for step in range(3):
+        model.zero_grad()
+        for micro in range(3):
+            accumulate(ranks.integers(3, 6, key=(step, micro)), micro == 2)
+            yield [*grads_of(model), model.require_backward_grad_sync]
 
 
 def test_what_was_accumulated_and_reset_neither_is_averaged_nor_counts_as_used(ranks):
