@@ -22,6 +22,7 @@ usage: {program} script.py [argument ...]
        {program} -c code [argument ...]
        {program} - [argument ...]
        {program} run ...
+       {program} run -n RANKS [torchrun option ...] script.py
        {program} doctor [--json]
        {program} bench [--quick] ...
        {program} top [--once] [--json]
