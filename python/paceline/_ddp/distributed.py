@@ -135,6 +135,24 @@ class DistributedDataParallel(LoadsEither, TorchSurface):
         If another rank dies during construction; later also from ``backward()``, and
         from a forward that waits for rank 0's buffers.
 
+    Examples
+    --------
+    In a world of one rank; ``dist.init_process_group("gloo")`` in a script for
+    ``torchrun`` makes it one of all ranks:
+
+    >>> import torch, torch.distributed as dist
+    >>> from paceline import DistributedDataParallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = DistributedDataParallel(torch.nn.Linear(10, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(8, 10)).square().mean().backward()
+    ...     optimizer.step()  # by the mean of the ranks' gradients
+    >>> list(model.state_dict())
+    ['module.weight', 'module.bias']
+    >>> dist.destroy_process_group()
+
     Notes
     -----
     The contract is that of `torch's class
@@ -208,24 +226,6 @@ class DistributedDataParallel(LoadsEither, TorchSurface):
     - Gradients of parameters that are declared sparse travel as dense ones.
     - Rank 0's buffers, as they were at the end of backward, are taken over at the next
       forward.
-
-    Examples
-    --------
-    In a world of one rank; ``dist.init_process_group("gloo")`` in a script for
-    ``torchrun`` makes it one of all ranks:
-
-    >>> import torch, torch.distributed as dist
-    >>> from paceline import DistributedDataParallel
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> model = DistributedDataParallel(torch.nn.Linear(10, 1))
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> for _ in range(3):
-    ...     optimizer.zero_grad()
-    ...     model(torch.ones(8, 10)).square().mean().backward()
-    ...     optimizer.step()  # by the mean of the ranks' gradients
-    >>> list(model.state_dict())
-    ['module.weight', 'module.bias']
-    >>> dist.destroy_process_group()
     """
 
     __module__ = "paceline"

@@ -93,6 +93,19 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     replicate : marks an argument that every replica is to get whole.
     check : compares a wrapped model with the plain one.
 
+    Examples
+    --------
+    >>> import torch
+    >>> from paceline import DataParallel
+    >>> model = DataParallel(torch.nn.Linear(4, 2), ["cpu", "cpu"])
+    >>> model(torch.ones(6, 4)).shape
+    torch.Size([6, 2])
+    >>> model(torch.ones(6, 4)).sum().backward()
+    >>> model.module.bias.grad
+    tensor([6., 6.])
+    >>> list(model.state_dict())
+    ['module.weight', 'module.bias']
+
     Notes
     -----
     The contract is that of `torch's class
@@ -145,19 +158,6 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     other, so that runs can be repeated; each GPU has a generator of its own.  Hooks on
     saved tensors see what replica 0 saves: put a ``checkpoint`` with
     ``use_reentrant=False`` inside the module rather than round the wrapper.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from paceline import DataParallel
-    >>> model = DataParallel(torch.nn.Linear(4, 2), ["cpu", "cpu"])
-    >>> model(torch.ones(6, 4)).shape
-    torch.Size([6, 2])
-    >>> model(torch.ones(6, 4)).sum().backward()
-    >>> model.module.bias.grad
-    tensor([6., 6.])
-    >>> list(model.state_dict())
-    ['module.weight', 'module.bias']
     """
 
     __module__ = "paceline"

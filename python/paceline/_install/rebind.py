@@ -120,6 +120,15 @@ def install() -> Installation:
     --------
     uninstall
 
+    Examples
+    --------
+    >>> import paceline, torch
+    >>> with paceline.install():
+    ...     torch.nn.DataParallel is paceline.DataParallel
+    True
+    >>> torch.nn.DataParallel is paceline.DataParallel
+    False
+
     Notes
     -----
     torch is not imported by it.  Paceline's classes derive from torch's: what torch
@@ -135,15 +144,6 @@ def install() -> Installation:
     well).  Python with ``-I``, ``-E`` or ``-S``, and children that are given an
     environment of their own, are not reached; nor is a ``forkserver`` that runs
     already.
-
-    Examples
-    --------
-    >>> import paceline, torch
-    >>> with paceline.install():
-    ...     torch.nn.DataParallel is paceline.DataParallel
-    True
-    >>> torch.nn.DataParallel is paceline.DataParallel
-    False
     """
     with _lock:
         is_first = not is_installed()

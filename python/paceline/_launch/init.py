@@ -106,6 +106,16 @@ def init(
     RuntimeError
         If this rank has no GPU of its own, or ranks do not come together.
 
+    Examples
+    --------
+    >>> import torch, paceline
+    >>> world = paceline.init()
+    >>> world.rank, world.world_size, world.launcher
+    (0, 1, 'none')
+    >>> module = torch.nn.Linear(8, 1).to(world.device)
+    >>> model = paceline.DistributedDataParallel(module)
+    >>> torch.distributed.destroy_process_group()
+
     Notes
     -----
     The first launcher of this list whose variables are there counts:
@@ -132,16 +142,6 @@ def init(
     The GPU is the one with the number of the local rank, or the only one that
     ``CUDA_VISIBLE_DEVICES`` leaves; it is made torch's current device.  Rank 0 prints a
     line to ``stderr``.
-
-    Examples
-    --------
-    >>> import torch, paceline
-    >>> world = paceline.init()
-    >>> world.rank, world.world_size, world.launcher
-    (0, 1, 'none')
-    >>> module = torch.nn.Linear(8, 1).to(world.device)
-    >>> model = paceline.DistributedDataParallel(module)
-    >>> torch.distributed.destroy_process_group()
     """
     if dist.is_initialized():
         return _present_world(backend)

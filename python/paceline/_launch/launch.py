@@ -70,19 +70,6 @@ def launch(
     KeyboardInterrupt
         If you press Ctrl-C, or stop the cell: all ranks are ended before.
 
-    Notes
-    -----
-    Ranks have the variables that torchrun sets: ``RANK``, ``WORLD_SIZE``,
-    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, a free
-    port that the caller holds.  ``OMP_NUM_THREADS`` is the rank's share of the cores.
-
-    What ranks print appears in the caller's ``sys.stdout`` and ``sys.stderr``, line by
-    line: rank 0's as it is, others' after ``[rank 1] ``.  Their standard input is
-    empty, so that a breakpoint in `fn` fails.
-
-    A rank ends when its threads have, and with it the processes that it has started.
-    When the caller ends, however it does, so do its ranks.
-
     Examples
     --------
     >>> import paceline
@@ -97,6 +84,19 @@ def launch(
     ...     return world.rank, float(module.bias.grad)
     >>> paceline.launch(train, 2, 1)
     [(0, 4.0), (1, 4.0)]
+
+    Notes
+    -----
+    Ranks have the variables that torchrun sets: ``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, a free
+    port that the caller holds.  ``OMP_NUM_THREADS`` is the rank's share of the cores.
+
+    What ranks print appears in the caller's ``sys.stdout`` and ``sys.stderr``, line by
+    line: rank 0's as it is, others' after ``[rank 1] ``.  Their standard input is
+    empty, so that a breakpoint in `fn` fails.
+
+    A rank ends when its threads have, and with it the processes that it has started.
+    When the caller ends, however it does, so do its ranks.
     """
     if not callable(fn):
         raise TypeError(
