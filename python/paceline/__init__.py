@@ -17,6 +17,7 @@ $ paceline doctor, bench, top, trace             the machine, and running jobs
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -86,14 +87,19 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    module = importlib.import_module(home)
-    value = getattr(module, name, module)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one
+
+    def __getattr__(name: str) -> Any:
+        home = _HOMES.get(name)
+        if home is None:
+            words = f"module 'paceline' has no attribute {name!r}"
+            for near in difflib.get_close_matches(name, _HOMES, 1, cutoff=0.7):
+                words += f": did you mean {near}?"
+            raise AttributeError(words, name=name)  # and Python adds no words
+        module = importlib.import_module(home)
+        value = getattr(module, name, module)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

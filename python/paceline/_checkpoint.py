@@ -8,17 +8,20 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Generic, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import TypeVar  # torch depends on it
 
 from paceline._checksum import ChecksumWriter, damage_of
 from paceline._files import write_whole
 
 PREFIX = "module."
 _RNG = "rng"
+
+Wrapped = TypeVar("Wrapped", bound=torch.nn.Module, default=Any)
 
 
 def has_prefix(state: Any) -> bool:
@@ -62,10 +65,10 @@ def is_of_bare(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
     return n_bare > sum(PREFIX + key in state for key in own)
 
 
-class LoadsEither(torch.nn.Module):
+class LoadsEither(torch.nn.Module, Generic[Wrapped]):
     """A wrapper of a module that loads either kind of keys."""
 
-    module: Any
+    module: Wrapped
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from typing_extensions import Self
 
 from paceline import _environment
-from paceline._checkpoint import LoadsEither
+from paceline._checkpoint import LoadsEither, Wrapped
 from paceline._compat import torch_core, torch_groups
 from paceline._ddp.join import JoinContext, ShadowSteps
 from paceline._ddp.model_spec import Model
@@ -29,7 +30,7 @@ from paceline._ddp.session import JoinState, Membership, Session
 from paceline._ddp.torch_surface import TorchSurface
 
 
-class DistributedDataParallel(LoadsEither, TorchSurface):
+class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     """Trains one model on all ranks of a process group: a drop-in for torch's class.
 
     Each rank runs the same script on its share of the data; gradients come out of
@@ -232,7 +233,7 @@ class DistributedDataParallel(LoadsEither, TorchSurface):
 
     def __init__(  # the signature is torch's
         self,
-        module: torch.nn.Module,
+        module: Wrapped,
         device_ids: list[Any] | None = None,
         output_device: Any = None,
         dim: int = 0,
@@ -425,7 +426,7 @@ class DistributedDataParallel(LoadsEither, TorchSurface):
 
     # ---- state --------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> DistributedDataParallel:
+    def train(self, mode: bool = True) -> Self:
         """Set training mode, as ``torch.nn.Module`` does."""
         torch.nn.Module.train(self, mode)
         return self

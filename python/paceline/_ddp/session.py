@@ -42,7 +42,7 @@ from paceline._ddp.step_log import StepLog
 class Wrapper(Protocol):
     """What a session needs of its wrapper."""
 
-    module: torch.nn.Module
+    module: Any
     find_unused_parameters: bool
     static_graph: bool
 

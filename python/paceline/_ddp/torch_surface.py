@@ -27,7 +27,7 @@ from paceline._ddp.session import Session
 class TorchSurface(TorchDDP):
     """A wrapper's methods, and what programs reach for by torch's private names."""
 
-    module: torch.nn.Module
+    module: Any
     _session: Session
     _moves_inputs = False  # to the GPU: whether device_ids were given
     _ddp_sink_clone = True  # outputs are the module's own, and never cloned

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from types import GenericAlias
 from typing import Any
 
 import torch
 from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
 from paceline import _environment, _native
-from paceline._checkpoint import LoadsEither
+from paceline._checkpoint import LoadsEither, Wrapped
 from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
 from paceline._dp.engine import Engine
@@ -37,7 +36,7 @@ class _Outputs(list[Any]):
     sizes: tuple[int, ...] | None
 
 
-class DataParallel(LoadsEither, TorchDP[Any]):
+class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     """Trains a module on parts of each batch: a drop-in for torch's class.
 
     A batch is split over replicas of the module, and their outputs are joined in order.
@@ -164,13 +163,9 @@ class DataParallel(LoadsEither, TorchDP[Any]):
 
     _ways: frozenset[bool] = frozenset()  # of calls that a backward may repeat
 
-    def __class_getitem__(cls, kind: Any) -> GenericAlias:
-        """Return ``DataParallel[kind]``, as annotations have it: torch's is generic."""
-        return GenericAlias(cls, kind)
-
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: Wrapped,
         device_ids: Sequence[int | str | torch.device] | None = None,
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
@@ -348,7 +343,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
 
     def replicate(
         self, module: torch.nn.Module, device_ids: Sequence[Any]
-    ) -> list[torch.nn.Module]:
+    ) -> list[Any]:
         """Make replicas of a module for one forward.
 
         Parameters
@@ -448,7 +443,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         super().__setstate__(kept)  # type: ignore[no-untyped-call]
 
 
-def _indices(self: DataParallel, device_ids: Sequence[Any]) -> list[int]:
+def _indices(self: DataParallel[Any], device_ids: Sequence[Any]) -> list[int]:
     """Return the numbers of GPUs; zeros for the CPU."""
     if not self._are_gpus:
         return [0] * len(device_ids)

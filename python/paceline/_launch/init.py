@@ -18,7 +18,7 @@ from paceline._compat import torch_groups
 from paceline._launch import variables
 from paceline._launch.attempt import agree_on_prefix
 from paceline._launch.launchers import find_launch
-from paceline._launch.variables import Launch
+from paceline._launch.variables import Launch, Launcher
 
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _CPU_BACKEND = "gloo"
@@ -53,7 +53,7 @@ class World:
     world_size: int
     local_rank: int
     device: torch.device
-    launcher: str
+    launcher: Launcher
 
     @property
     def is_main(self) -> bool:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -14,15 +14,39 @@ from paceline._launch import init, payloads, ranks
 from paceline._launch.launchers import find_launch
 from paceline._launch.messages import Call
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Seconds = timedelta | float | None
 
 
+# A ParamSpec stands beside no keyword: with these two, fn's own are not checked.
+@overload
 def launch(
     fn: Callable[..., T],
     n: int | None = None,
     *args: Any,
+    backend: str | None,
+    timeout: Seconds = None,
+    **kwargs: Any,
+) -> list[T]: ...
+@overload
+def launch(
+    fn: Callable[..., T],
+    n: int | None = None,
+    *args: Any,
+    timeout: Seconds,
+    **kwargs: Any,
+) -> list[T]: ...
+@overload
+def launch(
+    fn: Callable[P, T], n: int | None = None, *args: P.args, **kwargs: P.kwargs
+) -> list[T]: ...
+def launch(  # type: ignore[misc]  # whose fn may have keywords of these names
+    fn: Callable[..., T],
+    n: int | None = None,
+    *args: Any,
     backend: str | None = None,
-    timeout: timedelta | float | None = None,
+    timeout: Seconds = None,
     **kwargs: Any,
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` as `n` ranks on this machine; return the results.

@@ -100,7 +100,10 @@ def _from_mpich(found: Variables) -> Launch | None:
 
 
 def _from_mpi(
-    found: Variables, launcher: str, names: tuple[str, str], local: tuple[str, str]
+    found: Variables,
+    launcher: variables.Launcher,
+    names: tuple[str, str],
+    local: tuple[str, str],
 ) -> Launch | None:
     """Return what an mpirun says by `names`, and of this host's ranks by `local`."""
     if not any(map(found.has, names)):

@@ -5,6 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+# fmt: off
+Launcher = Literal["torchrun", "environment", "openmpi", "mpich", "tf_config", "slurm",
+                   "none", "unknown"]
+# fmt: on
 
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
@@ -24,7 +30,7 @@ class Launch:
 
     Attributes
     ----------
-    launcher : str
+    launcher : Launcher
         As in :class:`paceline.World`.
     rank, world_size : int
         The rank is -1 for a process outside the world, such as an evaluator.
@@ -38,7 +44,7 @@ class Launch:
         What the user is told besides.
     """
 
-    launcher: str
+    launcher: Launcher
     rank: int
     world_size: int
     local_rank: int | None = None
