@@ -176,7 +176,8 @@ def test_every_public_name_is_there_listed_and_documented():
 def test_an_unknown_name_is_an_attribute_error_that_names_it():
     with pytest.raises(AttributeError, match="'paceline' has no attribute 'no_such'"):
         paceline.no_such  # noqa: B018
-    assert not hasattr(paceline, "DataParalel")
+    with pytest.raises(AttributeError, match="'DataParalell': did you mean DataParall"):
+        paceline.DataParalell  # noqa: B018
 
 
 def test_errors_are_the_kinds_that_callers_catch():
