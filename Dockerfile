@@ -2,6 +2,7 @@
 #
 #   docker build -t paceline .                                               CUDA
 #   docker build -t paceline --build-arg BASE_IMAGE=python:3.12-slim .       without
+#   docker build -t paceline --target train .          neither Jupyter nor SSH
 #   docker run --rm -it -p 8888:8888 paceline                                Jupyter
 #
 # The base is any image of Debian or Ubuntu with Python 3.10 or later and pip.  Where it
@@ -48,19 +49,19 @@ RUN headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))
 WORKDIR /src
 COPY requirements requirements
 RUN python3 -m pip install -c requirements/constraints.txt setuptools numpy
-COPY pyproject.toml setup.py MANIFEST.in LICENSE *.md ./
-COPY docs docs
+# No docs: an edit of theirs does not compile anew.
+COPY pyproject.toml setup.py MANIFEST.in LICENSE README.md ./
 COPY csrc csrc
 COPY python python
 RUN python3 -m pip wheel --no-build-isolation --no-deps --wheel-dir /wheels .
 
-# ---- the image -----------------------------------------------------------------------
+# ---- what both images have -----------------------------------------------------------
 
-FROM ${BASE_IMAGE}
+FROM ${BASE_IMAGE} AS common
 USER root
 
 LABEL org.opencontainers.image.title="Paceline" \
-      org.opencontainers.image.description="Data parallelism for PyTorch, with JupyterLab and SSH" \
+      org.opencontainers.image.description="Data parallelism for PyTorch" \
       org.opencontainers.image.licenses="Apache-2.0"
 
 ARG PIP_INDEX_URL
@@ -74,14 +75,12 @@ ARG DEBIAN_FRONTEND=noninteractive
 # 1: gcc, g++ and Python's headers stay, for torch.compile.
 ARG WITH_COMPILER=0
 
-# Host keys that the package makes would be the same in every container: each makes its
-# own (docker/entrypoint).
 RUN headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))') \
  && apt-get update \
- && apt-get install -y --no-install-recommends tini openssh-server \
+ && apt-get install -y --no-install-recommends tini \
         $(test "$WITH_COMPILER" = 0 || echo gcc g++ libc6-dev) \
         $(test "$WITH_COMPILER" = 0 || test -e "$headers/Python.h" || echo python3-dev) \
- && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+ && rm -rf /var/lib/apt/lists/* \
  && (command -v python >/dev/null || ln -s "$(command -v python3)" /usr/local/bin/python)
 
 # The constraints name the base's torch, so that pip cannot replace it; the other
@@ -92,13 +91,7 @@ RUN cd /opt/paceline/requirements \
  && torch=$(python3 -c 'from importlib.metadata import version; print(version("torch"))' \
         2>/dev/null || echo "$TORCH_VERSION") \
  && sed -i "s/^torch==.*/torch==$torch/" constraints.txt \
- && python3 -m pip install -c constraints.txt torch numpy cloudpickle \
-        -r demo.txt -r notebook.txt -r tools.txt
-
-# After what is heavy, so that an edit of the sources does not install it again.
-RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    python3 -m pip install --no-deps /wheels/*.whl \
- && paceline --version
+ && python3 -m pip install -c constraints.txt torch numpy cloudpickle -r tools.txt
 
 # No password, which is not the same to sshd as an account that is locked.  Who is
 # called so or has the number makes room: Ubuntu's images have a user 1000.
@@ -112,21 +105,59 @@ RUN test "$UID" -gt 0 \
  && useradd --uid "$UID" --gid "$GID" --password '*' --shell /bin/bash \
         --home-dir /home/user --create-home user \
  && install -d -m 755 -o "$UID" -g "$GID" /home/user /home/user/work \
- && install -d -m 700 -o "$UID" -g "$GID" /home/user/.ssh /home/user/.sshd \
  && echo "export PATH='$PATH'" > /etc/profile.d/paceline.sh
-
-COPY notebooks /home/user/notebooks
-COPY tests/examples /home/user/examples
-RUN chown -R "$UID:$GID" /home/user
-COPY --chmod=644 docker/sshd_config /opt/paceline/sshd_config
-COPY --chmod=755 docker/entrypoint /usr/local/bin/entrypoint
 
 # For a --user who has no entry in /etc/passwd, too.
 ENV HOME=/home/user USER=user LOGNAME=user SHELL=/bin/bash
-USER user
 WORKDIR /home/user
-EXPOSE 8888 22
-HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["entrypoint", "health"]
 # tini passes signals on, and reaps what a killed program leaves.
 ENTRYPOINT ["tini", "--", "entrypoint"]
+
+# ---- the image for training ----------------------------------------------------------
+
+FROM common AS train
+ARG PIP_NO_CACHE_DIR=1
+ARG PIP_BREAK_SYSTEM_PACKAGES=1
+ARG PIP_ROOT_USER_ACTION=ignore
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    python3 -m pip install --no-deps /wheels/*.whl \
+ && paceline --version
+COPY --chmod=755 docker/entrypoint /usr/local/bin/entrypoint
+USER user
+CMD ["help"]
+
+# ---- the image with Jupyter and SSH --------------------------------------------------
+
+FROM common
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_NO_CACHE_DIR=1
+ARG PIP_BREAK_SYSTEM_PACKAGES=1
+ARG PIP_ROOT_USER_ACTION=ignore
+ARG DEBIAN_FRONTEND=noninteractive
+
+# Host keys that the package makes would be the same in every container: each makes its
+# own (docker/entrypoint).
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends openssh-server \
+ && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+ && cd /opt/paceline/requirements \
+ && python3 -m pip install -c constraints.txt -r demo.txt -r notebook.txt
+
+# After what is heavy, so that an edit of the sources does not install it again.
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    python3 -m pip install --no-deps /wheels/*.whl \
+ && paceline --version
+
+COPY notebooks /home/user/notebooks
+COPY tests/examples /home/user/examples
+RUN install -d -m 700 /home/user/.ssh /home/user/.sshd \
+ && chown -R user: /home/user
+COPY --chmod=644 docker/sshd_config /opt/paceline/sshd_config
+COPY --chmod=755 docker/entrypoint /usr/local/bin/entrypoint
+
+USER user
+EXPOSE 8888 22
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["entrypoint", "health"]
 CMD ["jupyter"]

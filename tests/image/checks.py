@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from run import GROUP_ID, USER_ID
+from run import GROUP_ID, NOT_STARTED, USER_ID, run_started
 
 CONTAINER, *STORE = sys.argv[1:]
 SECONDS = 180  # a step that takes longer hangs
@@ -59,8 +59,7 @@ def buildah(*words: str) -> list[str]:
 
 def configuration() -> dict[str, object]:
     """Return the image's configuration, as Docker reads it."""
-    command = buildah("inspect", CONTAINER)
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    found = good(run_started(buildah("inspect", CONTAINER), stderr=subprocess.PIPE))
     config = json.loads(found)["Docker"]["config"]
     assert isinstance(config, dict)
     return config
@@ -84,13 +83,8 @@ def run(
     *words: str, env: dict[str, str] | None = None, options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in the container to its end; output and errors are one."""
-    return subprocess.run(
-        run_words(words, env or {}, options),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
+    return run_started(
+        run_words(words, env or {}, options), stdin=subprocess.DEVNULL, timeout=SECONDS
     )
 
 
@@ -123,16 +117,18 @@ def server(
 ) -> Iterator[re.Match[str]]:
     """Run a server in the container for a block; yield the match in its log."""
     log = folder / "log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            run_words(words, env or {}, options),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+
+    def begin() -> subprocess.Popen[bytes]:
+        command, no_input = run_words(words, env or {}, options), subprocess.DEVNULL
+        with open(log, "w") as file:
+            return subprocess.Popen(command, stdin=no_input, stdout=file, stderr=file)
+
+    process, is_last = begin(), False
     try:
         deadline = time.monotonic() + SECONDS
         while (match := re.search(ready, log.read_text())) is None:
+            if process.poll() and not is_last and NOT_STARTED in log.read_text():
+                process, is_last = begin(), True
             assert process.poll() is None, f"it has ended:\n{log.read_text()}"
             assert time.monotonic() < deadline, f"not ready:\n{log.read_text()}"
             time.sleep(0.2)
@@ -166,8 +162,7 @@ def is_healthy() -> bool:
     kind, *words = health["Test"]
     assert kind == "CMD"
     command = buildah("run", "--terminal=false", CONTAINER, "--", *words)
-    done = subprocess.run(command, capture_output=True, timeout=SECONDS)
-    return done.returncode == 0
+    return run_started(command, timeout=SECONDS).returncode == 0
 
 
 # ---- the image -----------------------------------------------------------------------

@@ -21,9 +21,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from configparser import ConfigParser
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "image"
@@ -32,6 +33,7 @@ PACKAGES = "ca-certificates,python3,python3-pip"
 BASE = "localhost/paceline-base"
 IMAGE = "localhost/paceline"
 USER_ID, GROUP_ID = 1234, 1235  # not the numbers that the image has by default
+NOT_STARTED = "sealing memfd copy: Device or resource busy"  # of no image's doing
 NEEDED = ("buildah", "debootstrap", "unshare", "ssh", "ip")
 
 # overlayfs and runc need more than a machine of CI may give; a chroot will do.
@@ -44,11 +46,23 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def run_started(command: Sequence[str], **options: Any) -> Any:
+    """Run buildah, and once more if it could not start; output and errors are one."""
+    options = {"stderr": subprocess.STDOUT, "cwd": ROOT, "text": True, **options}
+    for is_last in (False, True):
+        done = subprocess.run(command, stdout=subprocess.PIPE, **options)
+        said = f"{done.stdout}{done.stderr}"
+        if done.returncode == 0 or NOT_STARTED not in said or is_last:
+            break
+        say("the container runtime could not start: once more")
+    return done
+
+
 def buildah(*words: str) -> str:
-    command = ["buildah", *STORE, *words]
-    return subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ).stdout.strip()
+    done = run_started(["buildah", *STORE, *words], stderr=subprocess.PIPE)
+    if done.returncode != 0:
+        sys.exit(f"image-test: buildah {' '.join(words)}: {done.stderr}")
+    return done.stdout.strip()
 
 
 def why_not() -> str:
@@ -124,10 +138,10 @@ def build() -> None:
         *["-t", IMAGE, "."],
     ]
     log = WORK / "build.log"
-    with open(log, "w") as file:
-        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    done = run_started(command)
+    log.write_text(done.stdout)
     if done.returncode != 0:
-        say("\n".join(log.read_text().splitlines()[-20:]))
+        say("\n".join(done.stdout.splitlines()[-20:]))
         sys.exit(f"image-test: the build failed; all of it is in {log}")
     buildah("rmi", "--prune", "--force")  # the image before this one
 

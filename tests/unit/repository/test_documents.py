@@ -83,6 +83,8 @@ def check_image(command: str) -> None:
     for name in re.findall(r"-e (\w+)=", command):
         assert name in entrypoint
     for option, word in pairwise(words):
+        if option == "--target":
+            assert f" AS {word}\n" in text
         if option == "-v":  # FROM:TO[:ro]; FROM is the user's
             assert word.split(":")[1].startswith("/home/user/")
             assert word.split(":")[1].split("/")[3] in text
@@ -253,7 +255,8 @@ def test_every_script_is_started_on_its_page(page):
 def test_every_block_has_a_language_that_is_checked():
     blocks = [block for page in RUN_PAGES for block in documents.blocks_of(page)]
     run_or_compared = {"python", "sh", "diff", "text"}
-    of_other_tests = {"yaml", "console"}  # test_kubernetes.py, test_watching.py
+    # test_kubernetes.py, test_watching.py, test_image.py
+    of_other_tests = {"yaml", "console", "dockerfile"}
     assert {b.language for b in blocks} == run_or_compared | of_other_tests
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from documents import blocks_of, commands_of
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -81,11 +83,42 @@ def test_the_image_has_no_token_password_or_key():
     assert any("rm -rf" in i and "/etc/ssh/ssh_host_*" in i for i in instructions())
 
 
-def test_the_container_runs_as_its_user():
-    users = [line for line in instructions() if line.startswith("USER ")]
-    assert users == ["USER root", "USER root", "USER user"]
-    after = instructions()[instructions().index("USER user") :]
-    assert not [line for line in after if line.startswith("RUN ")]
+_, BUILD, COMMON, TRAIN, LAST = "\n".join(instructions()).split("FROM ")
+
+
+def test_each_container_runs_as_its_user():
+    users = {BUILD: "root", COMMON: "root", TRAIN: "user", LAST: "user"}
+    for stage, user in users.items():
+        assert re.findall("^USER (.*)", stage, re.MULTILINE) == [user]
+        assert "RUN " not in stage.partition("USER user")[2]
+
+
+def test_the_build_has_no_docs_and_the_image_for_training_no_server():
+    assert not re.search(r"^COPY .*(docs|\*|notebooks|tests)", BUILD, re.MULTILINE)
+    servers = re.compile("openssh|sshd_|notebook|examples|EXPOSE|HEALTH|jupyter")
+    assert not servers.search(COMMON + TRAIN)
+    assert servers.search(LAST)
+    # The images of users begin with what their page builds.
+    page = ROOT / "docs" / "image.md"
+    built = re.findall(r"-t (\S+) --target", "\n".join(commands_of(page)))
+    text = "\n".join(b.text for b in blocks_of(page) if b.language == "dockerfile")
+    assert re.findall(r"(?:FROM |--from=)(paceline\S*)", text) == built
+
+
+NOT_STARTED = "sealing memfd copy: Device or resource busy"
+
+
+@pytest.mark.parametrize(("words", "n"), [(NOT_STARTED, 2), ("no such package", 1)])
+def test_only_a_runtime_that_could_not_start_is_started_again(words, n, tmp_path):
+    code = f"""
+import subprocess, sys
+sys.path.insert(0, {str(ROOT / "tests" / "image")!r})
+import run
+script = "echo start; echo {words} >&2; exit 1"
+sys.exit(run.run_started(["sh", "-c", "echo x >>{tmp_path}/n; " + script]).returncode)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 1
+    assert len((tmp_path / "n").read_text().split()) == n
 
 
 def test_what_the_dockerfile_copies_is_there_and_sent():
