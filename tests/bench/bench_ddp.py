@@ -43,7 +43,7 @@ default     How much work is in each contestant's code?  All take turns in the s
 No contestant is tuned: each has its defaults, one intra-op thread a rank and the same
 environment.  `--malloc keep` changes glibc's thresholds for all alike.
 
-Writes ddp-<ranks>r-<malloc>[-apart].json, .txt and .png under --out.  The .json has all
+Writes ddp-<ranks>r-<malloc>[-apart].json and .txt under --out.  The .json has all
 raw times and is written after each group; Ctrl-C reports what there is by then.
 """
 
@@ -132,8 +132,7 @@ def main() -> None:
     text = report.as_text(bench.results)
     print(text)
     bench.path.with_suffix(".txt").write_text(text)
-    report.plot(bench.results, bench.path.with_suffix(".png"))
-    print(f"written: {bench.path} and .txt, .png")
+    print(f"written: {bench.path} and .txt")
     sys.exit(bool(bench.results["failures"]))
 
 

@@ -1,4 +1,4 @@
-"""From the figures of all groups to a summary, a text table and a plot.
+"""From the figures of all groups to a summary and a text table.
 
 A group may lack a contestant, where a run with --apart was interrupted or one failed:
 each figure is over the groups that have it, a ratio over those that have both.
@@ -7,12 +7,10 @@ each figure is over the groups that have it, a ratio over those that have both.
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import contestants
-import matplotlib as mpl
 from contestants import FLOOR, PACELINE, TORCH, TORCH_VIEW, UNRECORDED
 from stats import median_with_interval, percentile
 
@@ -25,13 +23,6 @@ RATIOS = [
     (TORCH, FLOOR),
     (PACELINE, UNRECORDED),
 ]
-COLOURS = {  # told apart by everybody
-    FLOOR: "#999999",
-    TORCH: "#d55e00",
-    TORCH_VIEW: "#e69f00",
-    PACELINE: "#0072b2",
-    UNRECORDED: "#56b4e9",
-}
 
 
 def median(values: list[float]) -> float:
@@ -177,55 +168,3 @@ def as_text(results: Figures) -> str:
             lines += model_lines(model)
     lines += [f"FAILED {failure['what']}" for failure in results["failures"]]
     return "\n".join(lines) + "\n"
-
-
-def plot(results: Figures, path: Path) -> None:
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # after use(): it picks the backend
-
-    models = [m for m in results["models"].values() if m["groups"]]
-    if not models:
-        return
-    figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
-    plot_steps(axes, models)
-    settings, machine = results["settings"], results["machine"]
-    figure.suptitle(
-        f"{settings['ranks']} ranks on {machine['cores']} cores, {machine['cpu']}, "
-        f"torch {machine['torch']}, malloc {settings['malloc']}\n"
-        f"steps {mode(settings)}",
-        fontsize=9,
-    )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def plot_steps(axes: Any, models: list[Figures]) -> None:
-    """Draw a dot a contestant, with its interval over groups, in multiples of FLOOR."""
-    labelled = set()
-    for row, model in enumerate(models):
-        groups = model["groups"]
-        names = names_in(groups)
-        base = FLOOR if FLOOR in names else names[0]
-        for place, name in enumerate(names):
-            ratios = ratios_of_p10(groups, name, base)
-            if not ratios:
-                continue
-            spread = median_with_interval(ratios)
-            axes.errorbar(
-                spread.median,
-                row + (place - (len(names) - 1) / 2) * 0.68 / len(names),
-                xerr=[[spread.median - spread.low], [spread.high - spread.median]],
-                fmt="o",
-                color=COLOURS[name],
-                capsize=2,
-                label=None if name in labelled else name,
-            )
-            labelled.add(name)
-    axes.set_yticks(range(len(models)), [m["title"] for m in models], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(
-        f"step time (p10), in multiples of {FLOOR!r}; bars: 95 %, or all groups"
-    )
-    axes.axvline(1, color="#cccccc", zorder=0)
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
