@@ -7,11 +7,8 @@
 #define PLT_FAKE_RANKS_H
 
 #include <pthread.h>
-#include <stdint.h>
-#include <string.h>
 
-#include "check.h"
-#include "fake/fake.h"
+#include "fake_gpu.h"
 #include "values.h"
 
 enum { RANK_N = 100, RANK_BYTES = RANK_N * 8, MAX_RANKS = 4 };
@@ -149,14 +146,6 @@ static inline void ranks_end(rank *ranks, int n)
         name##_by(its);                                                                \
         ranks_end(its, n);                                                             \
     })
-
-static inline void ranks_expect_error(const char *words)
-{
-    const char *error = fake_error(0);
-    if (!CHECK(error != NULL && strstr(error, words) != NULL))
-        CHECK_MORE("%s, not %s", error != NULL ? error : "none", words);
-    fake_forget_errors();
-}
 
 /* Element i of rank r: a small integer that is a multiple of the number of ranks. */
 static inline int rank_value(const rank *it, int r, int i)

@@ -121,22 +121,10 @@ static inline void run_check(void *const *args, const unsigned grid[3],
                              const unsigned threads[3])
 {
     const check_args *it = args[0];
-    const model *what = it->model;
-    const pl_dtype part_dtype = value_part(what->params[it->param].dtype);
-    size_t n_wrong = 0;
     (void)grid;
     (void)threads;
     atomic_fetch_add(&n_checked, 1);
-    for (size_t part = 0; part < param_parts(what, it->param); part++)
-        n_wrong += !value_is(it->at, part_dtype, part,
-                             step_mean(what, it->step, it->param, part) *
-                                 what->world_size / it->divisor);
-    if (!CHECK(n_wrong == 0))
-        CHECK_MORE("seed %d, step %d, rank %d of %d, parameter %zu of %s: %zu parts of "
-                   "%zu wrong",
-                   (int)what->seed, (int)it->step, it->rank, what->world_size,
-                   it->param, pl_dtype_text(what->params[it->param].dtype), n_wrong,
-                   param_parts(what, it->param));
+    check_mean(it->model, it->step, it->rank, it->param, it->at, it->divisor);
 }
 
 static inline void run_put_word(void *const *args, const unsigned grid[3],

@@ -283,10 +283,7 @@ static inline int gpu_fill(gpu_rank *self, const pl_op *op, unsigned seed)
     char range[GPUS_BYTES];
     const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
     char *to = (char *)pli_comm_memory(self->comm, op->offset_bytes) - OPS_GUARD_BYTES;
-    memset(range, OPS_GUARD, n_bytes + 2 * OPS_GUARD_BYTES);
-    for (size_t i = 0; i < value_n_parts(op->dtype, op->n_elems); i++)
-        value_put(range + OPS_GUARD_BYTES, value_part(op->dtype), i,
-                  ops_value(op, seed, self->comm->world_size, self->rank, i));
+    ops_put(self->comm, op, seed, range + OPS_GUARD_BYTES);
     return CHECK_OK(pli_cuda_write(self->backend, to, range,
                                    n_bytes + 2 * OPS_GUARD_BYTES, self->stream));
 }
@@ -299,28 +296,16 @@ static inline size_t gpu_n_wrong(gpu_rank *self, const pl_op *op, unsigned seed)
     const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
     const char *from =
         (char *)pli_comm_memory(self->comm, op->offset_bytes) - OPS_GUARD_BYTES;
-    size_t n_wrong = 0;
     if (!CHECK_OK(pli_cuda_read(self->backend, range, from,
                                 n_bytes + 2 * OPS_GUARD_BYTES, self->stream)))
         return SIZE_MAX;
-    for (size_t i = 0; i < OPS_GUARD_BYTES; i++)
-        n_wrong += (unsigned char)range[OPS_GUARD_BYTES + n_bytes + i] != OPS_GUARD ||
-                   (unsigned char)range[i] != OPS_GUARD;
-    for (size_t i = 0; i < value_n_parts(op->dtype, op->n_elems); i++)
-        n_wrong +=
-            !value_is(range + OPS_GUARD_BYTES, value_part(op->dtype), i,
-                      ops_expected(op, seed, self->comm->world_size, self->rank, i));
-    return n_wrong;
+    return ops_n_wrong(self->comm, op, seed, range + OPS_GUARD_BYTES);
 }
 
 static inline void gpu_check(gpu_rank *self, const pl_op *op, unsigned seed)
 {
-    const size_t n_wrong = gpu_n_wrong(self, op, seed);
-    if (!CHECK(n_wrong == 0))
-        CHECK_MORE("seed %d: %s of %zu %s, reduction %d, rank %d of %d: %zu wrong",
-                   (int)self->all->seed, pli_op_kind_text(op->kind), op->n_elems,
-                   pl_dtype_text(op->dtype), (int)op->reduction, self->rank,
-                   self->comm->world_size, n_wrong);
+    if (!ops_are_right(self->comm, op, gpu_n_wrong(self, op, seed)))
+        CHECK_MORE("seed %d", (int)self->all->seed);
 }
 
 /* Issues op behind what the user's stream holds. */

@@ -20,6 +20,13 @@ static inline void stream_behind(const gpu_rank *self, size_t behind, size_t k)
     CHECK(cuStreamWaitEvent(self->streams[behind], self->event, 0) == 0);
 }
 
+/* All streams come behind the main one. */
+static inline void streams_behind(const gpu_rank *self)
+{
+    for (size_t k = 1; k < self->n_streams; k++)
+        stream_behind(self, k, 0);
+}
+
 static inline void launch_fill(const gpu_rank *self, uint64_t step, size_t i,
                                const int range[2], size_t stream, void *out)
 {
@@ -126,13 +133,9 @@ static inline pl_status gpu_backward(gpu_rank *self, uint64_t step, size_t n_par
 {
     const model *it = self->model;
     uint32_t order[STEPS_MAX_PARAMS];
-    for (size_t i = 0; i < it->n_params; i++) {
-        self->taken[i] = 0;
-        if (step_is_held(it, step, self->rank, i))
-            pl_reducer_defer_bucket(self->reducer, i);
-    }
-    for (size_t k = 1; k < self->n_streams; k++)
-        stream_behind(self, k, 0);
+    memset(self->taken, 0, sizeof self->taken);
+    defer_held(it, step, self->rank, self->reducer);
+    streams_behind(self);
     for (int k_grad = 0; k_grad < STEPS_MAX_GRADS; k_grad++) {
         draw_order(self->random, order, it->n_params);
         for (size_t k = 0; k < n_params; k++) {
@@ -152,9 +155,7 @@ static inline pl_status gpu_backward(gpu_rank *self, uint64_t step, size_t n_par
 
 static inline pl_status gpu_wait(gpu_rank *self)
 {
-    pl_status st = PL_EAGAIN;
-    while (st == PL_EAGAIN)
-        st = pl_reducer_wait(self->reducer, RANKS_SLICE_NS);
+    const pl_status st = reducer_wait_through(self->reducer);
     return st == PL_OK ? pl_reducer_order(self->reducer) : st;
 }
 
@@ -189,19 +190,17 @@ static inline pl_status gpu_amend(gpu_rank *self, uint64_t step)
     return st == PL_OK ? gpu_wait(self) : st;
 }
 
+static inline void put_word(gpu_rank *self, uint64_t step)
+{
+    word_args args = {.at = pl_reducer_extra(self->reducer), .word = step};
+    if (pl_reducer_root(self->reducer) == self->rank)
+        launch(self, KERNEL_PUT_WORD, 0, &args);
+}
+
 static inline pl_status gpu_finish(gpu_rank *self, uint64_t step)
 {
-    const model *it = self->model;
-    pl_status st = PL_OK;
-    if (pl_reducer_root(self->reducer) == self->rank) {
-        word_args args = {.at = pl_reducer_extra(self->reducer), .word = step};
-        launch(self, KERNEL_PUT_WORD, 0, &args);
-    }
-    for (size_t i = 0; i < it->n_params && st == PL_OK; i++)
-        if (step_n_grads(it, step, self->rank, i) == 0)
-            st = pl_reducer_mark_unused(self->reducer, i, NULL, PL_REPLACE, PL_UNUSED);
-    if (st == PL_OK)
-        st = pl_reducer_close(self->reducer);
+    put_word(self, step);
+    pl_status st = close_step(self->model, step, self->rank, self->reducer);
     if (st == PL_OK) {
         drop_posted(self);
         st = gpu_wait(self);
@@ -265,14 +264,6 @@ static inline void gpu_check(gpu_rank *self, uint64_t step, int divisor)
     keep_views(self, step, divisor);
 }
 
-static inline pl_status gpu_recover(gpu_rank *self)
-{
-    pl_status st = PL_EAGAIN;
-    while (st == PL_EAGAIN)
-        st = pl_reducer_recover(self->reducer, RANKS_SLICE_NS);
-    return st;
-}
-
 static inline int gpu_end(gpu_rank *self)
 {
     if (self->is_read && draw_below(self->random, 3) == 0) /* loss.item(), say */
@@ -283,7 +274,8 @@ static inline int gpu_end(gpu_rank *self)
 /* A whole step that nothing disturbs. */
 static inline int gpu_step(gpu_rank *self, uint64_t step)
 {
-    if (!CHECK_OK(gpu_recover(self)) || !CHECK_OK(gpu_begin(self)) ||
+    if (!CHECK_OK(reducer_recover_through(self->reducer)) ||
+        !CHECK_OK(gpu_begin(self)) ||
         !CHECK_OK(gpu_backward(self, step, self->model->n_params)) ||
         !CHECK_OK(gpu_finish(self, step)))
         return 0;

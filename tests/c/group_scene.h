@@ -110,7 +110,7 @@ static inline void scene_fill_floats(scene *it, int member, size_t at, pl_dtype 
                                      size_t n_elems)
 {
     unsigned char bytes[SCENE_ARENA];
-    const pl_dtype part = part_of(dtype);
+    const pl_dtype part = value_part(dtype);
     const size_t n_bytes = n_elems * pl_dtype_bytes(dtype);
     for (size_t i = 0; i < n_bytes; i += pl_dtype_bytes(part)) {
         const uint64_t bits = modest_bits(part);

@@ -118,6 +118,24 @@ static inline int hosts_create(const hosts *it, size_t arena_bytes, pl_comm **ou
     return 1;
 }
 
+/* What became of a step in which a rank was interrupted. */
+typedef struct verdicts {
+    int culprit;
+    int is_cut; /* the culprit has not seen the end */
+    int has_ended[PL_MAX_RANKS];
+    int went_on[PL_MAX_RANKS];
+} verdicts;
+
+/* All ranks go on or none does; where they do, all have the step or none has. */
+static inline void verdicts_check(const verdicts *it, int world_size, int other)
+{
+    for (int r = 0; r < world_size; r++) {
+        CHECK(it->went_on[r] == it->went_on[other]);
+        if (it->went_on[other] && r != it->culprit)
+            CHECK(it->has_ended[r] == !it->is_cut);
+    }
+}
+
 /* Makes a world of hosts, runs it, and destroys it. */
 static inline void hosts_run(const hosts *it, size_t arena_bytes,
                              void (*run)(rank_job *job), void *context, uint64_t seed)

@@ -11,7 +11,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "include/paceline.h"
+#include "values.h"
 
 /* A float of `n_frac` fraction bits and the least exponent `e_min`, as a double. */
 static inline double naive_decode(unsigned bits, int n_frac, int e_min)
@@ -155,19 +155,11 @@ static inline void naive_integers(const unsigned char *const *in, int n_in, size
         out[at + k] = (unsigned char)((uint64_t)result >> (8 * k));
 }
 
-/* The type of a complex number's parts; any other type is its own. */
-static inline pl_dtype part_of(pl_dtype dtype)
-{
-    if (dtype == PL_C64)
-        return PL_F32;
-    return dtype == PL_C128 ? PL_F64 : dtype;
-}
-
 static inline void naive_reduce(const unsigned char *const *in, int n_in,
                                 size_t n_bytes, pl_dtype dtype, pl_reduction reduction,
                                 unsigned char *out)
 {
-    const pl_dtype part = part_of(dtype);
+    const pl_dtype part = value_part(dtype);
     for (size_t at = 0; at < n_bytes; at += pl_dtype_bytes(part)) {
         if (part == PL_F64)
             naive_doubles(in, n_in, at, reduction == PL_MEAN, out);
@@ -239,7 +231,7 @@ static inline uint64_t modest_bits(pl_dtype dtype)
 /* Fills with modest numbers, and one in eight times with specials or raw bits. */
 static inline void naive_fill(unsigned char *data, size_t n_bytes, pl_dtype dtype)
 {
-    const pl_dtype part = part_of(dtype);
+    const pl_dtype part = value_part(dtype);
     const size_t part_bytes = pl_dtype_bytes(part);
     for (size_t at = 0; at < n_bytes; at += part_bytes) {
         const uint64_t kind = random_u64() >> 60;
@@ -277,7 +269,7 @@ static inline long first_difference(const unsigned char *got,
                                     const unsigned char *expected, size_t n_bytes,
                                     pl_dtype dtype)
 {
-    const pl_dtype part = part_of(dtype);
+    const pl_dtype part = value_part(dtype);
     const size_t part_bytes = pl_dtype_bytes(part);
     if (n_bytes == 0 || memcmp(got, expected, n_bytes) == 0)
         return -1;

@@ -62,18 +62,11 @@ static inline int ops_expected(const pl_op *op, unsigned seed, int world_size, i
     return ops_value(op, seed, world_size, rank, i);
 }
 
-static inline char *ops_range(pl_comm *comm, const pl_op *op)
+/* Fills this rank's range, and guards it on both sides. */
+static inline void ops_put(const pl_comm *comm, const pl_op *op, unsigned seed,
+                           char *range)
 {
-    return comm->arena + op->offset_bytes;
-}
-
-/* Fills this rank's range and guards it on both sides. */
-static inline void ops_fill(pl_comm *comm, const pl_op *op, unsigned seed)
-{
-    char *range = ops_range(comm, op);
     const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
-    if (op->kind == PL_BARRIER)
-        return;
     memset(range - OPS_GUARD_BYTES, OPS_GUARD, OPS_GUARD_BYTES);
     memset(range + n_bytes, OPS_GUARD, OPS_GUARD_BYTES);
     for (size_t i = 0; i < value_n_parts(op->dtype, op->n_elems); i++)
@@ -81,23 +74,42 @@ static inline void ops_fill(pl_comm *comm, const pl_op *op, unsigned seed)
                   ops_value(op, seed, comm->world_size, comm->rank, i));
 }
 
-static inline void ops_check(pl_comm *comm, const pl_op *op, unsigned seed)
+/* How much of the operation's outcome, and of the guards, is not what it must be. */
+static inline size_t ops_n_wrong(const pl_comm *comm, const pl_op *op, unsigned seed,
+                                 const char *range)
 {
-    const char *range = ops_range(comm, op);
     const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
     size_t n_wrong = 0;
-    if (op->kind == PL_BARRIER)
-        return;
     for (size_t i = 0; i < OPS_GUARD_BYTES; i++)
         n_wrong += (unsigned char)range[n_bytes + i] != OPS_GUARD ||
                    (unsigned char)range[(ptrdiff_t)i - OPS_GUARD_BYTES] != OPS_GUARD;
     for (size_t i = 0; i < value_n_parts(op->dtype, op->n_elems); i++)
         n_wrong += !value_is(range, value_part(op->dtype), i,
                              ops_expected(op, seed, comm->world_size, comm->rank, i));
-    if (!CHECK(n_wrong == 0))
+    return n_wrong;
+}
+
+static inline int ops_are_right(const pl_comm *comm, const pl_op *op, size_t n_wrong)
+{
+    const int is_so = CHECK(n_wrong == 0);
+    if (!is_so)
         CHECK_MORE("%s of %zu %s, reduction %d, rank %d of %d: %zu wrong",
                    pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype),
                    (int)op->reduction, comm->rank, comm->world_size, n_wrong);
+    return is_so;
+}
+
+static inline void ops_fill(pl_comm *comm, const pl_op *op, unsigned seed)
+{
+    if (op->kind != PL_BARRIER)
+        ops_put(comm, op, seed, comm->arena + op->offset_bytes);
+}
+
+static inline void ops_check(pl_comm *comm, const pl_op *op, unsigned seed)
+{
+    const char *range = comm->arena + op->offset_bytes;
+    if (op->kind != PL_BARRIER)
+        (void)ops_are_right(comm, op, ops_n_wrong(comm, op, seed, range));
 }
 
 /* Fills, does the operation, and checks what has come of it. */

@@ -160,7 +160,69 @@ static inline int step_is_used(const model *it, uint64_t step, size_t i)
     return 0;
 }
 
-/* ---- a step --------------------------------------------------------------------- */
+/* ---- a step, on any memory ------------------------------------------------------ */
+
+static inline pl_status reducer_wait_through(pl_reducer *reducer)
+{
+    pl_status st = PL_EAGAIN;
+    while (st == PL_EAGAIN)
+        st = pl_reducer_wait(reducer, RANKS_SLICE_NS);
+    return st;
+}
+
+static inline pl_status reducer_recover_through(pl_reducer *reducer)
+{
+    pl_status st = PL_EAGAIN;
+    while (st == PL_EAGAIN)
+        st = pl_reducer_recover(reducer, RANKS_SLICE_NS);
+    return st;
+}
+
+/* Holds back the buckets of what is held in this step. */
+static inline void defer_held(const model *it, uint64_t step, int rank,
+                              pl_reducer *reducer)
+{
+    for (size_t i = 0; i < it->n_params; i++)
+        if (step_is_held(it, step, rank, i))
+            pl_reducer_defer_bucket(reducer, i);
+}
+
+/* Says what has no gradient on this rank, and that no more will come. */
+static inline pl_status close_step(const model *it, uint64_t step, int rank,
+                                   pl_reducer *reducer)
+{
+    pl_status st = PL_OK;
+    for (size_t i = 0; i < it->n_params && st == PL_OK; i++)
+        if (step_n_grads(it, step, rank, i) == 0)
+            st = pl_reducer_mark_unused(reducer, i, NULL, PL_REPLACE, PL_UNUSED);
+    return st == PL_OK ? pl_reducer_close(reducer) : st;
+}
+
+/* Holds what is at `at` to the ranks' sum over `divisor`. */
+static inline void check_mean(const model *it, uint64_t step, int rank, size_t i,
+                              const void *at, int divisor)
+{
+    const pl_dtype dtype = it->params[i].dtype;
+    size_t n_wrong = 0;
+    for (size_t part = 0; part < param_parts(it, i); part++)
+        n_wrong += !value_is(at, value_part(dtype), part,
+                             step_mean(it, step, i, part) * it->world_size / divisor);
+    if (!CHECK(n_wrong == 0))
+        CHECK_MORE("seed %d, step %d, rank %d of %d, parameter %zu of %s: %zu parts of "
+                   "%zu wrong",
+                   (int)it->seed, (int)step, rank, it->world_size, i,
+                   pl_dtype_text(dtype), n_wrong, param_parts(it, i));
+}
+
+/* Holds a step's end to the accident of another rank. */
+static inline void check_accident(const accident *what, int rank, pl_status st)
+{
+    if (!CHECK(st == PL_EPEER && blames(pl_error_message(), rank, what->culprit) &&
+               error_has(what->words)))
+        CHECK_MORE("%s: %s", pl_status_text(st), pl_error_message());
+}
+
+/* ---- a step, in memory of the host ---------------------------------------------- */
 
 typedef struct trainer {
     const model *model;
@@ -225,11 +287,8 @@ static inline pl_status trainer_backward(trainer *self, uint64_t step, size_t n_
 {
     const model *it = self->model;
     uint32_t order[STEPS_MAX_PARAMS];
-    for (size_t i = 0; i < it->n_params; i++) {
-        self->taken[i] = 0;
-        if (step_is_held(it, step, self->rank, i))
-            pl_reducer_defer_bucket(self->reducer, i);
-    }
+    memset(self->taken, 0, sizeof self->taken);
+    defer_held(it, step, self->rank, self->reducer);
     for (int k_grad = 0; k_grad < STEPS_MAX_GRADS; k_grad++) {
         draw_order(self->random, order, it->n_params);
         for (size_t k = 0; k < n_params; k++) {
@@ -243,14 +302,6 @@ static inline pl_status trainer_backward(trainer *self, uint64_t step, size_t n_
         }
     }
     return PL_OK;
-}
-
-static inline pl_status trainer_wait(trainer *self)
-{
-    pl_status st = PL_EAGAIN;
-    while (st == PL_EAGAIN)
-        st = pl_reducer_wait(self->reducer, RANKS_SLICE_NS);
-    return st;
 }
 
 /* Every other step adds what came late in its second all-reduce, the rest replace by
@@ -271,21 +322,15 @@ static inline pl_status trainer_amend(trainer *self, uint64_t step)
             return st;
     }
     const pl_status st = pl_reducer_close(self->reducer);
-    return st == PL_OK ? trainer_wait(self) : st;
+    return st == PL_OK ? reducer_wait_through(self->reducer) : st;
 }
 
 /* The root has written its `extra`. */
 static inline pl_status trainer_finish_with_extra(trainer *self, uint64_t step)
 {
-    const model *it = self->model;
-    pl_status st = PL_OK;
-    for (size_t i = 0; i < it->n_params && st == PL_OK; i++)
-        if (step_n_grads(it, step, self->rank, i) == 0)
-            st = pl_reducer_mark_unused(self->reducer, i, NULL, PL_REPLACE, PL_UNUSED);
+    pl_status st = close_step(self->model, step, self->rank, self->reducer);
     if (st == PL_OK)
-        st = pl_reducer_close(self->reducer);
-    if (st == PL_OK)
-        st = trainer_wait(self);
+        st = reducer_wait_through(self->reducer);
     if (st == PL_OK && pl_reducer_n_late(self->reducer) > 0)
         st = trainer_amend(self, step);
     return st;
@@ -307,16 +352,7 @@ static inline void trainer_check(trainer *self, uint64_t step)
     CHECK(extra == step);
     CHECK(pl_reducer_n_late(self->reducer) == 0);
     for (size_t i = 0; i < it->n_params; i++) {
-        const pl_dtype part_dtype = value_part(it->params[i].dtype);
-        size_t n_wrong = 0;
-        for (size_t part = 0; part < param_parts(it, i); part++)
-            n_wrong += !value_is(trainer_slot(self, i), part_dtype, part,
-                                 step_mean(it, step, i, part));
-        if (!CHECK(n_wrong == 0))
-            CHECK_MORE("seed %d, step %d, rank %d of %d, parameter %zu of %s: %zu "
-                       "parts wrong",
-                       (int)it->seed, (int)step, self->rank, it->world_size, i,
-                       pl_dtype_text(it->params[i].dtype), n_wrong);
+        check_mean(it, step, self->rank, i, trainer_slot(self, i), it->world_size);
         CHECK((pl_reducer_is_used(self->reducer, i) != 0) ==
               (step_is_used(it, step, i) != 0));
         CHECK((int)pl_reducer_ready_count(self->reducer, i) ==
@@ -324,24 +360,35 @@ static inline void trainer_check(trainer *self, uint64_t step)
     }
 }
 
-static inline pl_status trainer_recover(trainer *self)
-{
-    pl_status st = PL_EAGAIN;
-    while (st == PL_EAGAIN)
-        st = pl_reducer_recover(self->reducer, RANKS_SLICE_NS);
-    return st;
-}
-
 /* A whole step that nothing disturbs. */
 static inline int trainer_step(trainer *self, uint64_t step)
 {
-    if (!CHECK_OK(trainer_recover(self)) ||
+    if (!CHECK_OK(reducer_recover_through(self->reducer)) ||
         !CHECK_OK(pl_reducer_begin(self->reducer)) ||
         !CHECK_OK(trainer_backward(self, step, self->model->n_params)) ||
         !CHECK_OK(trainer_finish(self, step)))
         return 0;
     trainer_check(self, step);
     return CHECK_OK(pl_reducer_end(self->reducer));
+}
+
+/* Some such steps of a model, which is the context. */
+enum { STEPS_TRAINED = 8 };
+static atomic_int n_late_verdicts;
+
+static inline void train_model(rank_job *job)
+{
+    trainer self;
+    if (!trainer_create(job->context, job->comm, &job->random, &self))
+        return;
+    for (uint64_t step = 1; step <= STEPS_TRAINED; step++) {
+        if (!trainer_step(&self, step))
+            break;
+        CHECK(pl_reducer_step(self.reducer) == step);
+        CHECK(pl_reducer_generation(self.reducer) == (step > 1));
+    }
+    atomic_fetch_add(&n_late_verdicts, self.n_late);
+    trainer_destroy(&self);
 }
 
 #endif

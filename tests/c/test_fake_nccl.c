@@ -191,7 +191,7 @@ RANKS_TEST(2, 1, FAKE_EARLY, ranks_that_differ_are_seen)
     EACH_RANK (it, ranks, 2)
         CHECK(rank_reduce(it, 10 + (size_t)it->rank, ncclFloat32, ncclSum) ==
               ncclSuccess);
-    ranks_expect_error("collective 0 differs");
+    gpu_expect_error("collective 0 differs");
     rank_enter(&ranks[0]);
     rank_read(&ranks[0], out, sizeof out, ranks[0].side);
     CHECK(out[0] < -300.0f); /* garbage */
@@ -206,7 +206,7 @@ TEST(a_peer_that_never_comes_is_a_deadlock)
     rank_enter(&ranks[0]);
     CHECK(rank_average(&ranks[0], 1) == ncclSuccess);
     CHECK(cuStreamSynchronize(ranks[0].side) == CUDA_ERROR_LAUNCH_TIMEOUT);
-    ranks_expect_error("which never comes");
+    gpu_expect_error("which never comes");
     rank_leave();
     ranks_abort(ranks, 2);
 }
@@ -245,7 +245,7 @@ static CUresult cross(int is_on_two_streams, int n_slots, int is_one_queue)
     reduce_one(&ranks[1], ranks[1].comm, ranks[1].side);
     const CUresult result = cuStreamSynchronize(ranks[0].side);
     if (result != CUDA_SUCCESS)
-        ranks_expect_error("a deadlock");
+        gpu_expect_error("a deadlock");
     for (int r = 0; r < 2; r++)
         CHECK(ncclCommAbort(second[r]) == ncclSuccess);
     ranks_abort(ranks, 2);
@@ -284,11 +284,11 @@ RANKS_TEST(2, 1, FAKE_EARLY, memory_of_a_collective_is_looked_at)
         CHECK(ncclBroadcast(rank_memory(it), rank_memory(it),
                             n_bytes + (size_t)it->rank, ncclInt8, 0, it->comm,
                             it->side) == ncclSuccess);
-    ranks_expect_error("differs");
+    gpu_expect_error("differs");
     EACH_RANK (it, ranks, 2)
         CHECK(ncclBroadcast(rank_memory(it), rank_memory(it), n_bytes + 1, ncclInt8, 0,
                             it->comm, it->side) == ncclSuccess);
-    ranks_expect_error("are not within the allocation");
+    gpu_expect_error("are not within the allocation");
 }
 
 RANKS_TEST(2, 1, FAKE_EARLY, registered_memory_is_registered_everywhere)
@@ -301,9 +301,9 @@ RANKS_TEST(2, 1, FAKE_EARLY, registered_memory_is_registered_everywhere)
     for (int r = 0; r < 2; r++)
         CHECK(ncclAllReduce(memory[r], memory[r], 1, ncclFloat32, ncclSum,
                             ranks[r].comm, ranks[r].side) == ncclSuccess);
-    ranks_expect_error("registered on some ranks alone");
+    gpu_expect_error("registered on some ranks alone");
     CHECK(ncclMemFree(memory[0]) == ncclSuccess);
-    ranks_expect_error("the memory is still registered");
+    gpu_expect_error("the memory is still registered");
     CHECK(ncclMemFree(memory[1]) == ncclSuccess);
     CHECK(ncclCommDeregister(ranks[0].comm, handle) == ncclSuccess);
 }

@@ -27,7 +27,7 @@ static CUresult end_first(ncclResult_t (*end)(ncclComm_t comm))
     if (result == CUDA_SUCCESS)
         CHECK(rank_wrong_means(&ranks[1], ranks[1].side) == 0);
     else
-        ranks_expect_error("never comes");
+        gpu_expect_error("never comes");
     rank_leave();
     CHECK(ncclCommAbort(ranks[1].comm) == ncclSuccess);
     for (int r = 0; r < 2; r++)
@@ -171,7 +171,7 @@ TEST(a_queue_that_is_full_keeps_the_caller)
     for (int k = 0; k < 3; k++)
         CHECK(rank_average(&ranks[0], 1) == ncclSuccess);
     CHECK(rank_average(&ranks[0], 1) != ncclSuccess);
-    ranks_expect_error("no room in the device's queue");
+    gpu_expect_error("no room in the device's queue");
     rank_leave();
     ranks_abort(ranks, 2);
 }

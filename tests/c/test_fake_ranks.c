@@ -207,7 +207,7 @@ TEST(an_abort_ends_what_runs_and_what_is_queued)
     CHECK(fake_pending() == 0);
     rank_leave();
     CHECK(rank_reduce(&ranks[0], 1, ncclFloat32, ncclSum) == ncclInvalidArgument);
-    ranks_expect_error("was used after its end");
+    gpu_expect_error("was used after its end");
     CHECK(ncclCommAbort(ranks[1].comm) == ncclSuccess);
     for (int r = 0; r < 2; r++)
         rank_free(&ranks[r]);
@@ -314,7 +314,7 @@ TEST(a_first_collective_blocks_the_host_for_its_peers)
     options.lazy_connect = 1;
     ranks_make(ranks, 2, &options);
     CHECK(rank_average(&ranks[0], 1) == ncclInternalError);
-    ranks_expect_error("waits in its first collective of a kind");
+    gpu_expect_error("waits in its first collective of a kind");
     CHECK(ncclGroupStart() == ncclSuccess);
     for (int r = 0; r < 2; r++)
         CHECK(rank_average(&ranks[r], 1) == ncclSuccess);

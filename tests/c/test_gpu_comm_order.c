@@ -153,11 +153,11 @@ done:
     return st;
 }
 
-static pl_status step(gpu_rank *self, sheets *it, const plan *what, size_t s)
+/* Issues operations on what values are brought to. */
+static pl_status begin(gpu_rank *self, const sheets *it, const plan *what, size_t s)
 {
     pl_status st = PL_OK;
     pl_ticket ticket = 0;
-    pl_stream *const reader = what->by == BY_DONE ? it->second : self->stream;
     for (size_t k = 0; k < N_OPS; k++) {
         const pl_op op = op_of(what, k);
         const pli_order order = {.ready = self->ready,
@@ -168,6 +168,15 @@ static pl_status step(gpu_rank *self, sheets *it, const plan *what, size_t s)
             self->backend->ops->event_record(self->backend, self->ready, self->stream));
         PL_TRY(pli_comm_issue_ordered(self->comm, &op, &order, &ticket));
     }
+done:
+    return st;
+}
+
+static pl_status step(gpu_rank *self, sheets *it, const plan *what, size_t s)
+{
+    pl_status st = PL_OK;
+    pl_stream *const reader = what->by == BY_DONE ? it->second : self->stream;
+    PL_TRY(begin(self, it, what, s));
     PL_TRY(agree(self));
     if (what->by == BY_ORDER)
         PL_TRY(pli_comm_order(self->comm, self->stream));
@@ -219,20 +228,11 @@ TEST(results_reach_whoever_waits_for_them_in_any_order_of_things)
 
 /* ---- a step behind one that failed ---------------------------------------------- */
 
-/* Issues operations on what other values are brought to, until a rank gives up. */
-static pl_status begin_and_fail(gpu_rank *self, sheets *it, const plan *what)
+/* Begins a step on other values, until a rank gives up. */
+static pl_status begin_and_fail(gpu_rank *self, const sheets *it, const plan *what)
 {
     pl_status st = PL_OK;
-    pl_ticket ticket = 0;
-    const pli_order order = {.ready = self->ready};
-    for (size_t k = 0; k < N_OPS; k++) {
-        const pl_op op = op_of(what, k);
-        PL_TRY(copy(self, &op, pli_comm_memory(self->comm, op.offset_bytes),
-                    it->in[1][k], self->stream));
-        PL_TRY(
-            self->backend->ops->event_record(self->backend, self->ready, self->stream));
-        PL_TRY(pli_comm_issue_ordered(self->comm, &op, &order, &ticket));
-    }
+    PL_TRY(begin(self, it, what, 1));
     if (self->rank == 0)
         pl_comm_abort(self->comm, "given up");
     PL_TRY(agree(self));

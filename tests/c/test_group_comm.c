@@ -203,18 +203,6 @@ GROUP_TEST(3, a_group_comm_has_its_own_rank_and_the_arena_of_its_base)
     pl_comm_leave(job->comm);
 }
 
-static void train(rank_job *job)
-{
-    const model *it = job->context;
-    trainer self;
-    if (!trainer_create(it, job->comm, &job->random, &self))
-        return;
-    for (uint64_t step = 1; step <= 5; step++)
-        if (!trainer_step(&self, step))
-            break;
-    trainer_destroy(&self);
-}
-
 TEST(reducers_over_groups_have_exact_means)
 {
     for (int world_size = 1; world_size <= 3; world_size++) {
@@ -223,7 +211,7 @@ TEST(reducers_over_groups_have_exact_means)
             it.percent_unused = 20;
             it.percent_twice = 20;
             const pl_reducer_spec spec = spec_of(&it);
-            group_comms_run(world_size, pl_reducer_arena_bytes(&spec), train, &it,
+            group_comms_run(world_size, pl_reducer_arena_bytes(&spec), train_model, &it,
                             seed);
         }
     }

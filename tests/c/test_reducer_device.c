@@ -123,8 +123,7 @@ static pl_status shadow_step(gpu_rank *self, uint64_t step)
     const int is_first = step == self->model->n_batches[self->rank] + 1;
     pl_status st =
         pl_reducer_shadow_step(self->reducer, is_first ? PL_JOINING : PL_SHADOWING);
-    for (size_t i = 0; i < self->model->n_params; i++)
-        self->taken[i] = 0;
+    memset(self->taken, 0, sizeof self->taken);
     if (st == PL_OK)
         st = pl_reducer_close(self->reducer);
     if (st == PL_OK)
@@ -295,7 +294,7 @@ enum { N_FAILING_STEPS = 12 };
 /* This rank fails in the middle of its backward, or learns that another did. */
 static void run_into_accident(gpu_rank *self, uint64_t step, const accident *what)
 {
-    pl_status st = gpu_recover(self);
+    pl_status st = reducer_recover_through(self->reducer);
     if (st == PL_OK)
         st = gpu_begin(self);
     if (self->rank == what->culprit) {
@@ -305,10 +304,7 @@ static void run_into_accident(gpu_rank *self, uint64_t step, const accident *wha
     } else {
         if (st == PL_OK)
             st = train_once(self, step);
-        if (!CHECK(st == PL_EPEER &&
-                   blames(pl_error_message(), self->rank, what->culprit) &&
-                   error_has(what->words)))
-            CHECK_MORE("%s: %s", pl_status_text(st), pl_error_message());
+        check_accident(what, self->rank, st);
         pl_reducer_fail(self->reducer, NULL);
     }
     drop_all(self);

@@ -60,19 +60,9 @@ static void check_means(trainer *self, uint64_t step, int divisor)
 {
     const model *it = self->model;
     for (size_t i = 0; i < it->n_params; i++) {
-        const pl_dtype part_dtype = value_part(it->params[i].dtype);
-        size_t n_wrong = 0;
         CHECK((pl_reducer_is_used(self->reducer, i) != 0) ==
               (step_is_used(it, step, i) != 0));
-        for (size_t part = 0; part < param_parts(it, i); part++)
-            n_wrong +=
-                !value_is(trainer_slot(self, i), part_dtype, part,
-                          step_mean(it, step, i, part) * it->world_size / divisor);
-        if (!CHECK(n_wrong == 0))
-            CHECK_MORE("seed %d, step %d, rank %d of %d, parameter %zu of %s: %zu "
-                       "parts wrong",
-                       (int)it->seed, (int)step, self->rank, it->world_size, i,
-                       pl_dtype_text(it->params[i].dtype), n_wrong);
+        check_mean(it, step, self->rank, i, trainer_slot(self, i), divisor);
     }
 }
 
@@ -81,10 +71,10 @@ static int shadow_step(trainer *self, uint64_t step)
     const int is_first = step == self->model->n_batches[self->rank] + 1;
     if (!CHECK_OK(pl_reducer_shadow_step(self->reducer,
                                          is_first ? PL_JOINING : PL_SHADOWING)) ||
-        !CHECK_OK(pl_reducer_close(self->reducer)) || !CHECK_OK(trainer_wait(self)))
+        !CHECK_OK(pl_reducer_close(self->reducer)) ||
+        !CHECK_OK(reducer_wait_through(self->reducer)))
         return 0;
-    for (size_t i = 0; i < self->model->n_params; i++)
-        self->taken[i] = 0;
+    memset(self->taken, 0, sizeof self->taken);
     return pl_reducer_n_late(self->reducer) == 0 || CHECK_OK(trainer_amend(self, step));
 }
 

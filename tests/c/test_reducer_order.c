@@ -21,13 +21,6 @@ static void run_lesson(lesson *what, fake_schedule schedule)
     lesson_run(what, options, make_base);
 }
 
-static void put_word(gpu_rank *self, uint64_t step)
-{
-    word_args args = {.at = pl_reducer_extra(self->reducer), .word = step};
-    if (pl_reducer_root(self->reducer) == self->rank)
-        launch(self, KERNEL_PUT_WORD, 0, &args);
-}
-
 /* A gradient that is made of the first n gradients. */
 static block filled(gpu_rank *self, uint64_t step, size_t i, int n, size_t stream)
 {
@@ -37,6 +30,48 @@ static block filled(gpu_rank *self, uint64_t step, size_t i, int n, size_t strea
     return data;
 }
 
+/* Gives the reducer a gradient that a stream has made. */
+static pl_status deliver(gpu_rank *self, size_t i, block data, size_t stream,
+                         pl_ready_result *out)
+{
+    const pl_status st =
+        pl_reducer_mark_ready(self->reducer, i, block_memory(&data), PL_REPLACE,
+                              stream_of(self, stream), out);
+    if (st != PL_OK) {
+        give_block(self, &data);
+        return st;
+    }
+    account(self, i, &data, *out);
+    drop_posted(self);
+    return PL_OK;
+}
+
+/* Begins a step: in it all streams come behind the main one. */
+static int begin(gpu_rank *self)
+{
+    if (!CHECK_OK(reducer_recover_through(self->reducer)) || !CHECK_OK(gpu_begin(self)))
+        return 0;
+    streams_behind(self);
+    return 1;
+}
+
+static int close_buckets(gpu_rank *self, uint64_t step)
+{
+    put_word(self, step);
+    if (!CHECK_OK(pl_reducer_close(self->reducer)))
+        return 0;
+    drop_posted(self);
+    return 1;
+}
+
+static int wait_and_end(gpu_rank *self, uint64_t step)
+{
+    if (!CHECK_OK(gpu_wait(self)) || !CHECK(pl_reducer_n_late(self->reducer) == 0))
+        return 0;
+    gpu_check(self, step, self->model->world_size);
+    return gpu_end(self);
+}
+
 /* ---- marked unused before the others come --------------------------------------- */
 
 /* A third of the parameters has gradients from before, on the main stream; then come
@@ -44,10 +79,8 @@ static block filled(gpu_rank *self, uint64_t step, size_t i, int n, size_t strea
 static int settle_first(gpu_rank *self, uint64_t step)
 {
     const size_t other = self->n_streams - 1;
-    if (!CHECK_OK(gpu_begin(self)))
+    if (!begin(self))
         return 0;
-    for (size_t k = 1; k < self->n_streams; k++)
-        stream_behind(self, k, 0);
     for (size_t i = 0; i < self->model->n_params; i += 3) {
         self->held[i] = filled(self, step, i, 1, 0);
         if (!CHECK_OK(pl_reducer_mark_unused(
@@ -55,27 +88,13 @@ static int settle_first(gpu_rank *self, uint64_t step)
             return 0;
     }
     for (size_t i = 0; i < self->model->n_params; i++) {
-        block data;
         pl_ready_result result = PL_LATE;
-        if (i % 3 == 0)
-            continue;
-        data = filled(self, step, i, 1, other);
-        if (!CHECK_OK(pl_reducer_mark_ready(self->reducer, i, block_memory(&data),
-                                            PL_REPLACE, stream_of(self, other),
-                                            &result)))
+        if (i % 3 != 0 && !CHECK_OK(deliver(self, i, filled(self, step, i, 1, other),
+                                            other, &result)))
             return 0;
-        account(self, i, &data, result);
-        drop_posted(self);
     }
     stream_behind(self, 0, other);
-    put_word(self, step);
-    if (!CHECK_OK(pl_reducer_close(self->reducer)))
-        return 0;
-    drop_posted(self);
-    if (!CHECK_OK(gpu_wait(self)))
-        return 0;
-    gpu_check(self, step, self->model->world_size);
-    return gpu_end(self);
+    return close_buckets(self, step) && wait_and_end(self, step);
 }
 
 TEST(what_was_settled_is_packed_behind_the_stream_that_settled_it)
@@ -91,13 +110,8 @@ TEST(what_was_settled_is_packed_behind_the_stream_that_settled_it)
 
 static int finish_and_rescale(gpu_rank *self, uint64_t step, int n_active)
 {
-    pl_status st = PL_EAGAIN;
-    if (!CHECK_OK(pl_reducer_close(self->reducer)))
-        return 0;
-    drop_posted(self);
-    while (st == PL_EAGAIN)
-        st = pl_reducer_wait(self->reducer, RANKS_SLICE_NS);
-    if (!CHECK_OK(st) || !CHECK_OK(pl_reducer_rescale(self->reducer)) ||
+    if (!close_buckets(self, step) || !CHECK_OK(reducer_wait_through(self->reducer)) ||
+        !CHECK_OK(pl_reducer_rescale(self->reducer)) ||
         !CHECK_OK(pl_reducer_order(self->reducer)))
         return 0;
     gpu_check(self, step, n_active);
@@ -110,8 +124,7 @@ static int rescale_at_once(gpu_rank *self, uint64_t step)
     const int last = self->model->world_size - 1;
     if (!CHECK_OK(gpu_begin(self)))
         return 0;
-    for (size_t i = 0; i < self->model->n_params; i++)
-        self->taken[i] = 0;
+    memset(self->taken, 0, sizeof self->taken);
     if (!step_has_batch(self->model, step, self->rank)) {
         if (!CHECK_OK(pl_reducer_shadow_step(self->reducer,
                                              step == 2 ? PL_JOINING : PL_SHADOWING)))
@@ -119,7 +132,6 @@ static int rescale_at_once(gpu_rank *self, uint64_t step)
     } else if (!CHECK_OK(gpu_backward(self, step, self->model->n_params))) {
         return 0;
     }
-    put_word(self, step);
     return finish_and_rescale(self, step, step == 1 ? last + 1 : last);
 }
 
@@ -141,22 +153,16 @@ static int mark_ready(gpu_rank *self, uint64_t step, size_t i, size_t stream,
                       pl_write_mode mode)
 {
     const int range[2] = {0, 1};
-    block data = {.at = 0};
+    block none = {.at = 0};
     pl_ready_result result = PL_LATE;
-    void *memory = gpu_slot(self, i);
-    if (mode == PL_IN_PLACE) {
-        launch_fill(self, step, i, range, stream, memory);
-    } else {
-        data = filled(self, step, i, 1, stream);
-        memory = block_memory(&data);
-    }
-    const pl_status st = pl_reducer_mark_ready(self->reducer, i, memory, mode,
-                                               stream_of(self, stream), &result);
-    if (st != PL_OK) {
-        give_block(self, &data);
+    if (mode != PL_IN_PLACE)
+        return deliver(self, i, filled(self, step, i, 1, stream), stream, &result) ==
+               PL_OK;
+    launch_fill(self, step, i, range, stream, gpu_slot(self, i));
+    if (pl_reducer_mark_ready(self->reducer, i, gpu_slot(self, i), mode,
+                              stream_of(self, stream), &result) != PL_OK)
         return 0;
-    }
-    account(self, i, &data, result);
+    account(self, i, &none, result);
     drop_posted(self);
     return 1;
 }
@@ -170,10 +176,8 @@ static size_t last_but(const gpu_rank *self, size_t n)
  * gives up. */
 static int fail_in_between(gpu_rank *self, uint64_t step, size_t stream)
 {
-    if (!CHECK_OK(gpu_recover(self)) || !CHECK_OK(gpu_begin(self)))
+    if (!begin(self))
         return 0;
-    for (size_t k = 1; k < self->n_streams; k++)
-        stream_behind(self, k, 0);
     for (size_t i = 0; i < self->model->n_params; i++)
         if (i % 4 != 0 && !CHECK(mark_ready(self, step, i, stream, PL_IN_PLACE)))
             return 0;
@@ -187,7 +191,7 @@ static int fail_in_between(gpu_rank *self, uint64_t step, size_t stream)
 static int go_on_elsewhere(gpu_rank *self, uint64_t step)
 {
     const size_t stream = last_but(self, 2);
-    if (!CHECK_OK(gpu_recover(self)) || !CHECK_OK(gpu_begin(self)))
+    if (!CHECK_OK(reducer_recover_through(self->reducer)) || !CHECK_OK(gpu_begin(self)))
         return 0;
     for (size_t i = 0; i < self->model->n_params; i++) {
         if (!CHECK(mark_ready(self, step, i, stream, PL_REPLACE)))
@@ -198,16 +202,11 @@ static int go_on_elsewhere(gpu_rank *self, uint64_t step)
         }
     }
     stream_behind(self, 0, stream);
-    put_word(self, step);
-    if (!CHECK_OK(pl_reducer_close(self->reducer)))
+    if (!close_buckets(self, step))
         return 0;
-    drop_posted(self);
     for (size_t k = 0; k < self->n_streams; k++)
         CHECK(cuStreamSynchronize(self->streams[k]) == 0);
-    if (!CHECK_OK(gpu_wait(self)))
-        return 0;
-    gpu_check(self, step, self->model->world_size);
-    return gpu_end(self);
+    return wait_and_end(self, step);
 }
 
 /* Two steps in a row fail, on streams of their own. */
@@ -259,36 +258,22 @@ TEST(memory_stays_until_what_a_failed_step_writes_is_there)
 static int replace_elsewhere(gpu_rank *self, uint64_t step)
 {
     const size_t first = last_but(self, 0), second = last_but(self, 1);
-    if (!CHECK_OK(gpu_begin(self)))
+    if (!begin(self))
         return 0;
-    for (size_t k = 1; k < self->n_streams; k++)
-        stream_behind(self, k, 0);
     for (size_t i = 0; i < self->model->n_params; i++) {
-        const int range[2] = {0, 2};
         pl_ready_result result = PL_LATE;
-        if (!CHECK(mark_ready(self, step, i, first, PL_IN_PLACE)))
+        if (!CHECK(mark_ready(self, step, i, first, PL_IN_PLACE)) ||
+            !CHECK_OK(
+                deliver(self, i, filled(self, step, i, 2, second), second, &result)))
             return 0;
-        block data = take_block(self, second);
-        launch_fill(self, step, i, range, second, block_memory(&data));
-        if (!CHECK_OK(pl_reducer_mark_ready(self->reducer, i, block_memory(&data),
-                                            PL_REPLACE, stream_of(self, second),
-                                            &result)))
-            return 0;
-        account(self, i, &data, result);
-        drop_posted(self);
     }
     stream_behind(self, 0, second);
-    put_word(self, step);
-    if (!CHECK_OK(pl_reducer_close(self->reducer)))
+    if (!close_buckets(self, step))
         return 0;
-    drop_posted(self);
     CHECK(cuStreamSynchronize(self->streams[0]) == 0);
     for (size_t k = 1; k <= self->n_streams; k++)
         CHECK(cuStreamSynchronize(self->streams[k == 1 ? second : k - 1]) == 0);
-    if (!CHECK_OK(gpu_wait(self)) || !CHECK(pl_reducer_n_late(self->reducer) == 0))
-        return 0;
-    gpu_check(self, step, self->model->world_size);
-    return gpu_end(self);
+    return wait_and_end(self, step);
 }
 
 TEST(a_total_replaces_what_another_stream_has_written)
@@ -309,14 +294,10 @@ static int mark_all_ready(gpu_rank *self, uint64_t step, int n, size_t stream,
 {
     for (size_t i = 0; i < self->model->n_params; i++) {
         pl_ready_result result = PL_COPIED;
-        block data = filled(self, step, i, n, stream);
-        if (!CHECK_OK(pl_reducer_mark_ready(self->reducer, i, block_memory(&data),
-                                            PL_REPLACE, stream_of(self, stream),
-                                            &result)) ||
+        if (!CHECK_OK(
+                deliver(self, i, filled(self, step, i, n, stream), stream, &result)) ||
             !CHECK((result == PL_LATE) == is_late))
             return 0;
-        account(self, i, &data, result);
-        drop_posted(self);
     }
     return 1;
 }
@@ -342,11 +323,7 @@ static int fire_late(gpu_rank *self, uint64_t step)
 {
     const int is_late = pl_reducer_is_learned(self->reducer);
     CHECK(is_late || step < N_STEPS);
-    if (!CHECK_OK(gpu_begin(self)))
-        return 0;
-    for (size_t k = 1; k < self->n_streams; k++)
-        stream_behind(self, k, 0);
-    if (!mark_all_ready(self, step, is_late ? 0 : 1, 0, 0) ||
+    if (!begin(self) || !mark_all_ready(self, step, is_late ? 0 : 1, 0, 0) ||
         (is_late && !mark_all_ready(self, step, 1, last_but(self, 0), 1)))
         return 0;
     put_word(self, step);

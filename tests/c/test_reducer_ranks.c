@@ -5,34 +5,14 @@
 
 #include "steps.h"
 
-enum { N_STEPS = 8 };
-
 /* ---- steps that nothing disturbs ------------------------------------------------ */
-
-static atomic_int n_late_verdicts;
-
-static void train(rank_job *job)
-{
-    const model *it = job->context;
-    trainer self;
-    if (!trainer_create(it, job->comm, &job->random, &self))
-        return;
-    for (uint64_t step = 1; step <= N_STEPS; step++) {
-        if (!trainer_step(&self, step))
-            break;
-        CHECK(pl_reducer_step(self.reducer) == step);
-        CHECK(pl_reducer_generation(self.reducer) == (step > 1));
-    }
-    atomic_fetch_add(&n_late_verdicts, self.n_late);
-    trainer_destroy(&self);
-}
 
 TEST(means_are_exact_in_worlds_of_1_to_4)
 {
     for (int world_size = 1; world_size <= 4; world_size++) {
         for (uint64_t seed = 1; seed <= 5; seed++) {
             model it = model_of(seed, world_size, 1 + seed * 7);
-            run_model(&it, train, &it);
+            run_model(&it, train_model, &it);
         }
     }
     CHECK(atomic_load(&n_late_verdicts) == 0);
@@ -63,7 +43,7 @@ TEST(means_are_exact_whatever_is_left_out_held_late_or_without_elements)
             for (size_t i = 0; rows[k].hollow > 0 && i < it.n_params;
                  i += rows[k].hollow)
                 it.params[i].n_elems = 0;
-            run_model(&it, train, &it);
+            run_model(&it, train_model, &it);
         }
         if (!CHECK(atomic_load(&n_late_verdicts) >= rows[k].least_late &&
                    atomic_load(&n_late_verdicts) <= rows[k].most_late))
@@ -79,7 +59,7 @@ TEST(everything_at_once_comes_out_exact_with_ranks_that_dawdle)
         it.percent_twice = 25;
         it.percent_held = 5;
         it.rest_ns = seed % 2 == 0 ? 60000 : 0;
-        run_model(&it, train, &it);
+        run_model(&it, train_model, &it);
     }
 }
 
@@ -90,7 +70,7 @@ enum { N_FAILING_STEPS = 40 };
 /* This rank fails in the middle of its backward, or learns that another did. */
 static void run_into_accident(trainer *self, uint64_t step, const accident *what)
 {
-    pl_status st = trainer_recover(self);
+    pl_status st = reducer_recover_through(self->reducer);
     if (st == PL_OK)
         st = pl_reducer_begin(self->reducer);
     if (self->rank == what->culprit) {
@@ -103,10 +83,7 @@ static void run_into_accident(trainer *self, uint64_t step, const accident *what
             st = trainer_backward(self, step, self->model->n_params);
         if (st == PL_OK)
             st = trainer_finish(self, step);
-        CHECK(st == PL_EPEER);
-        if (!CHECK(blames(pl_error_message(), self->rank, what->culprit) &&
-                   error_has(what->words)))
-            CHECK_MORE("%s", pl_error_message());
+        check_accident(what, self->rank, st);
         pl_reducer_fail(self->reducer, NULL);
     }
     CHECK(!pl_reducer_is_active(self->reducer));

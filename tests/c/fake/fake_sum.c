@@ -1,42 +1,6 @@
 /* fake_sum.c - arithmetic on NCCL's types, an element at a time. */
-#include <math.h>
-
+#include "../naive_sum.h"
 #include "nccl_state.h"
-
-/* A float of n_frac fraction bits whose least exponent is e_min; to nearest even. */
-static double decode(unsigned bits, int n_frac, int e_min)
-{
-    const unsigned top = 0x7fffu >> n_frac;
-    const unsigned exponent = (bits & 0x7fffu) >> n_frac;
-    const double fraction = (double)(bits & ((1u << n_frac) - 1u));
-    const double sign = (bits & 0x8000u) != 0 ? -1.0 : 1.0;
-    if (exponent == top)
-        return fraction != 0.0 ? (double)NAN : sign * (double)INFINITY;
-    if (exponent == 0)
-        return sign * ldexp(fraction, e_min - n_frac);
-    return sign *
-           ldexp(fraction + (double)(1u << n_frac), (int)exponent - 1 + e_min - n_frac);
-}
-
-static unsigned encode(double value, int n_frac, int e_min)
-{
-    const unsigned top = 0x7fffu >> n_frac;
-    const unsigned sign = signbit(value) ? 0x8000u : 0u;
-    if (isnan(value))
-        return sign | top << n_frac | 1u;
-    if (isinf(value))
-        return sign | top << n_frac;
-    if (value == 0.0)
-        return sign;
-    int e = ilogb(value);
-    if (e < e_min)
-        e = e_min;
-    const double units = nearbyint(ldexp(fabs(value), n_frac - e));
-    const double bits = ldexp((double)(e - e_min), n_frac) + units;
-    if (bits >= (double)(top << n_frac))
-        return sign | top << n_frac;
-    return sign | (unsigned)bits;
-}
 
 static double load(const char *at, ncclDataType_t dtype)
 {
@@ -52,15 +16,17 @@ static double load(const char *at, ncclDataType_t dtype)
         return f64;
     default:
         memcpy(&half, at, sizeof half);
-        return dtype == ncclFloat16 ? decode(half, 10, -14) : decode(half, 7, -126);
+        return dtype == ncclFloat16 ? naive_decode(half, 10, -14)
+                                    : naive_decode(half, 7, -126);
     }
 }
 
 static void store(char *at, ncclDataType_t dtype, double value)
 {
     const float f32 = (float)value;
-    const uint16_t half = (uint16_t)(dtype == ncclFloat16 ? encode(value, 10, -14)
-                                                          : encode(value, 7, -126));
+    const uint16_t half =
+        (uint16_t)(dtype == ncclFloat16 ? naive_encode(value, 10, -14)
+                                        : naive_encode(value, 7, -126));
     switch (dtype) {
     case ncclFloat32:
         memcpy(at, &f32, sizeof f32);
