@@ -282,29 +282,6 @@ RANKS_TEST(2, 1, FAKE_RANDOM, a_captured_collective_is_replayed)
     }
 }
 
-/* An error of the network's is told, and what is in flight waits for the abort. */
-TEST(a_broken_rank_is_told_and_waits_for_its_abort)
-{
-    rank ranks[2];
-    ncclResult_t error = ncclSuccess;
-    fake_options options = ranks_options(1, FAKE_EARLY);
-    ranks_make(ranks, 2, &options);
-    fake_break(1, ncclRemoteError);
-    EACH_RANK (it, ranks, 2) {
-        CHECK(rank_average(it, 1) == ncclSuccess);
-        CHECK(ncclCommGetAsyncError(it->comm, &error) == ncclSuccess);
-        CHECK(error == (it->rank == 1 ? ncclRemoteError : ncclSuccess));
-    }
-    CHECK(fake_pending() == 2);
-    for (int r = 0; r < 2; r++) {
-        CHECK(ncclCommAbort(ranks[r].comm) == ncclSuccess);
-        CHECK(fake_pending() == 1 - r);
-    }
-    for (int r = 0; r < 2; r++)
-        rank_free(&ranks[r]);
-    ranks_check_clean();
-}
-
 /* With connections made by the first call, that blocks the host until all are there:
  * one thread for two ranks cannot do it but in a group. */
 TEST(a_first_collective_blocks_the_host_for_its_peers)

@@ -117,10 +117,6 @@ FAKE_API int fake_count(const char *function);
  * must find those as the library does, not by linking. */
 FAKE_API void fake_hide(const char *function);
 
-/* What ncclCommGetAsyncError() says from now on of this process's communicators of the
- * rank; what they have in flight never comes. */
-FAKE_API void fake_break(int rank, ncclResult_t error);
-
 /* Calls that wait now for ranks which never come return an error: for threads that are
  * left behind in them. */
 FAKE_API void fake_let_go(void);

@@ -213,20 +213,6 @@ void fake_let_go(void)
     (void)pthread_mutex_unlock(&fk.lock);
 }
 
-void fake_break(int rank, ncclResult_t error)
-{
-    (void)pthread_mutex_lock(&fk.lock);
-    for (fk_object *it = fk.objects; it != NULL; it = it->next) {
-        ncclComm_t comm = (ncclComm_t)it;
-        if (it->kind == FAKE_COMMS && !it->is_dead && comm->rank == rank) {
-            comm->error = error;
-            comm->is_broken = 1;
-        }
-    }
-    fk_moved();
-    (void)pthread_mutex_unlock(&fk.lock);
-}
-
 /* ---- watching ------------------------------------------------------------------- */
 
 static int check_comm(const ncclComm_t comm, const char *what)

@@ -81,8 +81,7 @@ void fk_launch_done(fk_op *op)
 void fk_launch_begin(fk_op *op)
 {
     const fk_launch *launch = op->launch;
-    if (launch->comm->is_aborted || launch->comm->world == NULL ||
-        launch->comm->is_broken)
+    if (launch->comm->is_aborted || launch->comm->world == NULL)
         return;
     for (size_t i = 0; i < launch->n_tasks; i++)
         fk_task_post(launch->comm, &launch->tasks[i], op->what);
@@ -94,8 +93,6 @@ int fk_launch_poll(fk_op *op)
     size_t n_done = 0;
     const fk_launch *launch = op->launch;
     const int is_over = launch->comm->is_aborted || launch->comm->world == NULL;
-    if (launch->comm->is_broken && !is_over)
-        return 0;
     for (size_t i = 0; i < launch->n_tasks; i++) {
         fk_task *task = &launch->tasks[i];
         if (!task->is_done) {

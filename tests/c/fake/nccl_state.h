@@ -104,7 +104,6 @@ struct ncclComm {
     CUstream slow_stream;
     ncclResult_t error;
     int n_in_graphs;         /* launches that graphs hold */
-    int is_broken;           /* by fake_break(): it posts nothing any more */
     unsigned connected;      /* as the board's `connecting` */
     int64_t n_connect_bytes; /* of the device's memory */
     fk_post **unsent;        /* what the proxy has, the oldest first */
