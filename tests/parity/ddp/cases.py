@@ -472,19 +472,6 @@ class Branches(nn.Module):
         return self.second(y) if both else y
 
 
-class FailsInBackward(torch.autograd.Function):
-    """Hands its input on; its backward raises the error that it was given."""
-
-    @staticmethod
-    def forward(ctx, x, error):
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ctx.error
-
-
 def net(*sizes):
     """Return a small network; its first layers' gradients become views."""
     sizes = sizes or (6, 150, 70, 2)

@@ -23,7 +23,6 @@ import pytest
 import torch
 from cases import (
     PARTS,
-    FailsInBackward,
     Twin,
     assert_equal,
     integer_weights,
@@ -32,6 +31,7 @@ from cases import (
     on_ranks,
 )
 from paceline import MismatchError
+from support.failing import FailsInBackward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint

@@ -12,7 +12,6 @@ import paceline
 import pytest
 import torch
 from cases import (
-    FailsInBackward,
     Twin,
     assert_equal,
     integer_weights,
@@ -22,6 +21,7 @@ from cases import (
     on_ranks,
     train,
 )
+from support.failing import FailsInBackward
 from support.threads import in_threads
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import (
     Branches,
-    FailsInBackward,
     as_torch,
     grads_of,
     integer_weights,
@@ -18,6 +17,7 @@ from cases import (
     on_ranks,
     step_of,
 )
+from support.failing import FailsInBackward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline import DistributedDataParallel
+from support.failing import FailsInBackward
 from support.prints import without_gloo
 from support.programs import run_python
 from torch import nn
@@ -430,16 +431,6 @@ def test_the_graph_may_be_declared_static_with_the_warnings_of_torch():
 # ---- sampled steps ------------------------------------------------------------------
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ZeroDivisionError
-
-
 def accumulation_nodes(model):
     """Count the nodes of this model's parameters that some object still holds."""
     gc.collect()
@@ -451,11 +442,12 @@ def accumulation_nodes(model):
 def test_a_sampled_step_that_fails_keeps_no_nodes_beyond_the_next_forward(grad):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model, x = DistributedDataParallel(net), torch.ones(1, 2)
-    loss = net[1](Raises.apply(model.module[0](x))).sum() + 0 * model(x).sum()
+    y = FailsInBackward.apply(model.module[0](x), ZeroDivisionError)
+    loss = net[1](y).sum() + 0 * model(x).sum()
     assert accumulation_nodes(model) > 0
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    del loss
+    del loss, y
     with model.no_sync(), torch.set_grad_enabled(grad):
         model(x)
     assert accumulation_nodes(model) == 0

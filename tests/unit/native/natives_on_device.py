@@ -42,16 +42,6 @@ def count(function):
     return fake().fake_count(function.encode())
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise OSError("no more")
-
-
 class Streams:
     """What is the current stream of this thread, in place of torch's."""
 

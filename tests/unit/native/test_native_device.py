@@ -10,7 +10,6 @@ import torch
 from natives import MIB, make_world
 from natives_on_device import (
     SIZES,
-    Fails,
     backward,
     count,
     fake,
@@ -24,6 +23,7 @@ from natives_on_device import (
 from paceline import _native
 from paceline._compat import torch_core, torch_cuda
 from support import fake_gpus
+from support.failing import FailsInBackward
 from support.leaks import assert_leaves_nothing
 
 
@@ -237,7 +237,9 @@ def test_a_step_that_fails_drops_what_it_held(stream):
     params = parameters(1000, 1000)
     reducer = make_device_reducer(params)
     alive, seen = [], []
-    loss = Fails.apply(params[0]) + FromArray.apply(params[1], alive, seen)
+    loss = FailsInBackward.apply(params[0].sum(), OSError("no more")) + FromArray.apply(
+        params[1], alive, seen
+    )
     with pytest.raises(OSError, match="no more"):
         loss.backward()
     assert alive[0]() is None
@@ -268,7 +270,7 @@ def test_a_failed_backward_may_be_dropped_by_another_thread_later(stream, monkey
     queue = torch_core.at_end_of_backward
     monkeypatch.setattr(torch_core, "at_end_of_backward", hold)
     torch_core.attach()
-    loss = Fails.apply(params[1] * 1) + params[0].sum()
+    loss = FailsInBackward.apply(params[1].sum(), OSError("no more")) + params[0].sum()
     with pytest.raises(OSError, match="no more"):
         loss.backward()
     assert len(held) == 1

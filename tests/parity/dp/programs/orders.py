@@ -19,6 +19,7 @@ from replicas import (
     squares_of,
     step,
 )
+from support.failing import FailsInBackward
 from support.threads import in_threads
 from torch import func, nn
 from torch.autograd import forward_ad
@@ -226,19 +227,11 @@ def checkpoints_have_second_orders(model, is_inside):
     return slopes, x.grad
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("nobody asks for this")
-
-
 @uses(
     module(
-        lambda m, x: nn.functional.linear(x.square(), Broken.apply(m.weight)),
+        lambda m, x: nn.functional.linear(
+            x.square(), FailsInBackward.apply(m.weight, ArithmeticError)
+        ),
         weight=parameter(small(2, 3)),
     )
 )

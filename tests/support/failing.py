@@ -1,0 +1,16 @@
+"""Backwards that fail."""
+
+import torch
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Hands its input on; its backward raises the error that it was given."""
+
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ctx.error
