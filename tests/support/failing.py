@@ -4,7 +4,10 @@ import torch
 
 
 class FailsInBackward(torch.autograd.Function):
-    """Hands its input on; its backward raises the error that it was given."""
+    """Hands its input on; its backward raises the error that it was given.
+
+    Give a class where nothing may stay: an object keeps its traceback.
+    """
 
     @staticmethod
     def forward(ctx, x, error):
