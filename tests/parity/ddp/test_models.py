@@ -359,42 +359,19 @@ class Blocks(nn.Module):
         return checkpoint(partial(torch.clamp, min=-2, max=2), x, use_reentrant=True)
 
 
-@on_ranks(reentrant=[True, False], shared=[False, True])
-def test_every_block_may_be_checkpointed(ranks, reentrant, shared):
-    module = integer_weights(Blocks(reentrant, shared=shared), -1, 2)
-    train(Twin(ranks, module), ranks, steps=4, size=100)
-
-
-@on_gpus_too()
-@on_ranks(reentrant=[True, False], width=[100, 5])
-def test_a_block_may_be_used_more_often_from_step_to_step(ranks, reentrant, width):
+@on_gpus_too(shared=[True])
+@on_ranks(reentrant=[True, False], width=[100, 5], shared=[False, True])
+def test_every_block_may_be_checkpointed_and_used_more_often_from_step_to_step(
+    ranks, reentrant, width, shared
+):
     """More firings than last time: some gradients come after their bucket has left."""
-    twin = Twin(ranks, integer_weights(Blocks(reentrant, width, shared=True), -1, 2))
-    for step, uses in enumerate([1, 2, 1, 3, 1, 1, 2, 2]):
+    twin = Twin(ranks, integer_weights(Blocks(reentrant, width, shared), -1, 2))
+    for step, uses in enumerate([1, 1, 1, 2, 1, 3, 1, 1, 2, 2]):
         uses += ranks.rank % 2 * (step % 2)  # and the ranks differ
         twin.plain.uses = twin.ours.module.uses = uses
         twin.zero(set_to_none=step % 3 != 1)
         x = ranks.integers(2, width, key=step)
         twin.step(lambda model, x=x: model(x).sum())
-
-
-@on_gpus_too()
-@on_ranks(style=["round both", "round backward"])
-def test_accumulation_with_checkpointing(ranks, style):
-    twin = Twin(ranks, integer_weights(Blocks(True, shared=True), -1, 2))
-    for step in range(3):
-        twin.zero()
-        x = ranks.integers(2, 100, key=step)
-        twin.plain(x).sum().backward()
-        if style == "round both":
-            with twin.ours.no_sync():
-                twin.ours(x).sum().backward()
-        else:
-            out = twin.ours(x).sum()
-            with twin.ours.no_sync():
-                out.backward()
-        twin.check()
-        twin.step(lambda model, x=x: model(x * 2).sum())
 
 
 @on_gpus_too()
