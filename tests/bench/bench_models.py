@@ -11,7 +11,6 @@ from paceline._cli.bench.models import (
     Transformer,
     build_mlp,
     build_resnet18,
-    classes,
     regression,
     tokens,
 )
@@ -53,15 +52,6 @@ ALL = [
         regression(32, 4096),
         F.mse_loss,
         steps_per_block=4,
-        by_hand=True,
-    ),
-    ModelSpec(
-        "mlp19k",
-        "MLP 64-256-10, 19k",
-        lambda: build_mlp(64, 256, 10),
-        classes(64, 64, n_classes=10),
-        F.cross_entropy,
-        steps_per_block=100,
         by_hand=True,
     ),
 ]

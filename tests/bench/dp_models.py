@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import bench_models as models
 import torch
-from bench_models import Batch, ModelSpec, classes
+from paceline._cli.bench.models import Batch, ModelSpec, classes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
