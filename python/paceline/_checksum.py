@@ -9,10 +9,8 @@ import os
 import zlib
 from typing import Any, BinaryIO
 
-_END, _END_BYTES = (
-    b"PK\x05\x06",
-    22,
-)  # the last record; its last field, the comment's size
+_END = b"PK\x05\x06"  # the last record begins so; its last field is the comment's size
+_END_BYTES = 22
 _COMMENT = "paceline crc32 {:08x}"
 _COMMENT_BYTES = len(_COMMENT.format(0))
 _LONGEST_END_BYTES = _END_BYTES + (1 << 16)
