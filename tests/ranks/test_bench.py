@@ -57,7 +57,7 @@ def test_a_rank_that_fails_is_one_message():
         (["--ranks", "2,x"], "--ranks is '2,x'"),
         (["--seconds", "0"], "--seconds is 0: give more than 0"),
         (["--seconds", "nan"], "--seconds is nan: give more than 0"),
-        (["--slow"], "unrecognized arguments: --slow"),
+        (["--slow"], "unknown argument --slow"),
     ],
 )
 def test_a_wrong_argument_is_said_before_anything_runs(words, told, capsys):

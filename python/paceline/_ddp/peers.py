@@ -190,8 +190,12 @@ class Peers:
                 errors.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(min(self._seconds, threading.TIMEOUT_MAX))
+        try:
+            thread.start()
+        except RuntimeError:  # no memory for a thread: ask without a deadline
+            run()
+        else:
+            thread.join(min(self._seconds, threading.TIMEOUT_MAX))
         if not errors:
             raise _native.PeerTimeoutError(
                 f"rank {self.rank}: the group's store, which rank 0 or the launcher "
