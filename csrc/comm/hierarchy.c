@@ -6,7 +6,7 @@ static void hierarchy_work(pl_comm *comm)
 {
     hierarchy *self = hierarchy_of(comm);
     pli_base_work(&self->super);
-    (void)!pli_hierarchy_advance_unless_busy(self); /* a failure is met by who waits */
+    (void)!pli_hierarchy_advance_unless_busy(self); /* the next wait meets a failure */
 }
 
 static pl_status progress_inside(hierarchy *self)

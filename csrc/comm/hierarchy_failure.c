@@ -1,8 +1,8 @@
 /* hierarchy_failure.c - what a leader says of failures, and how it gives a step up.
  *
  * A leader whose host gives a step up ends the message that it has begun, and sends a
- * mark behind it, on every stream to every host: no more of this epoch will come.  Who
- * needs more gives the step up too; who does not has seen its end, as had the other.
+ * mark behind it, on every stream to every host: no more of this epoch will come.  A
+ * host that needs more gives the step up too; one that does not has seen its end.
  *
  * A host that is interrupted when it has sent its part of a step's last operation, and
  * has not seen its end, cannot know whether others will: weights may then differ from

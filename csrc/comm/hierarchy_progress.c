@@ -9,7 +9,7 @@
 
 /* ---- inside the host ------------------------------------------------------------ */
 
-/* The part of `op` that the host's own world does first; 0 where there is none. */
+/* The part of `op` that the host's own world does first; 0 if it does none. */
 static int op_up(const hierarchy *self, const pl_op *op, pl_op *out)
 {
     const peer *here = &self->peers[self->host];

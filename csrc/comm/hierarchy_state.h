@@ -18,7 +18,7 @@ typedef enum hierarchy_phase {
     HIERARCHY_ENDED   /* for good */
 } hierarchy_phase;
 
-/* Who has given this epoch's step up: no more of it comes from there. */
+/* Which side has given this epoch's step up: it sends no more of it. */
 typedef enum hierarchy_given_up {
     GIVEN_UP_NOWHERE,
     GIVEN_UP_ELSEWHERE, /* another host has, or is about to */

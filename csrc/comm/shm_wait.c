@@ -3,8 +3,8 @@
  *
  * A notice is a bit that a rank leaves for the peers between two operations.  All ranks
  * issue the same operations, so "behind the operations issued so far, the n-th time" is
- * the same point of the program on each.  A rank that leaves the bit waits for nobody;
- * one that wants it waits until that rank has been there.
+ * the same point of the program on each.  A rank that leaves the bit does not wait; one
+ * that wants it waits until that rank has been there.
  */
 #include "core/backoff.h"
 #include "shm_counters.h"

@@ -62,8 +62,8 @@ static PyObject *backward_end_new(const module_state *state, reducer_object *red
     return (PyObject *)self;
 }
 
-/* Asks who runs this backward, and for its number: other threads may run theirs through
- * this one. */
+/* Asks torch which engine runs this backward, and for its number: other threads may run
+ * theirs through this one. */
 static int read_backward(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);

@@ -40,8 +40,8 @@ typedef struct pli_gpu_world {
 int pli_gpu_world_create(module_state *state, const pli_gpu_world *world,
                          pl_comm **comm);
 
-/* Releases the GIL where there is a device: calls may wait for it, or for the watchdog.
- * Then takes it back. */
+/* Releases the GIL if there is a device: a call may wait for the device, or for the
+ * watchdog. */
 static inline PyThreadState *pli_let_go(const gpu_object *gpu)
 {
     return gpu != NULL ? PyEval_SaveThread() : NULL;
