@@ -321,7 +321,7 @@ TEST_ON_HOSTS(who_waits_on_the_device_is_let_go_at_the_deadline)
     for (uint64_t seed = 1; seed <= 3; seed++) {
         atomic_int is_over = 0;
         gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
-        all.deadline_ns = 700 * PLI_MS;
+        all.deadline_ns = 2000 * PLI_MS;
         all.context = &is_over;
         gpu_ranks_run_world(&all, wait_for_one_that_never_comes);
     }

@@ -201,7 +201,7 @@ TEST(who_waits_on_the_device_or_in_a_replay_is_let_go_where_a_rank_is_killed)
 TEST(a_rank_that_stands_still_is_noticed_at_the_deadline)
 {
     board *all = gpu_board(2, 2);
-    all->deadline_ns = 800 * PLI_MS;
+    all->deadline_ns = 2000 * PLI_MS;
     processes_start(all, step_until_it_fails);
     while (atomic_load(&all->note) < 2)
         pli_sleep_ns(PLI_MS);
