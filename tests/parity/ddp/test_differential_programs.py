@@ -21,8 +21,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import (
     PARTS,
+    Ranks,
     Twin,
     assert_equal,
     integer_weights,
@@ -33,6 +35,11 @@ from cases import (
 from paceline import MismatchError
 from support.failing import FailsInBackward
 from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -51,6 +58,8 @@ def drawn_seeds(ranks):
 # ---- programs -----------------------------------------------------------------------
 
 AVERAGED = ["step", "parts", "beside", "lose"]
+DIMS = ("dp", "tp")
+SPLIT = {"first": ColwiseParallel(), "last": RowwiseParallel()}
 IGNORED = ["first.bias", "second.weight", "large.weight", "mark", "late0"]
 
 
@@ -82,17 +91,17 @@ class Model(nn.Module):
 class Program:
     """One drawn program: `same` draws what concerns all ranks, `own` the rest."""
 
-    def __init__(self, ranks, kind, seed):
+    def __init__(self, ranks, mesh, kind, seed):
         self.seed, self.is_ours = seed, kind is not TorchDDP
         self.same = random.Random(seed)
         draw = self.same.random
-        options = {"process_group": ranks.group}
-        self.ranks = ranks
+        self.ranks, self.mesh = ranks, mesh
         self.own = random.Random(f"{seed} {ranks.rank}")
         self.found = []
         self.n_inputs = 0
         self.has_buffer = draw() < 0.5
-        self.evaluates = draw() < 0.5
+        # Tensor-parallel parts do not outlive a forward that fails or has no gradients.
+        self.evaluates = draw() < 0.5 and mesh is None
         self.is_unused = draw() < 0.3  # some branches, on some ranks
         module = integer_weights(Model(ranks.rank, ranks.n, self.has_buffer))
         if draw() < 0.3:
@@ -104,7 +113,12 @@ class Program:
         part = self.same.choice([None, None, *PARTS])
         if part is not None:
             kind = type("Own", (kind,), PARTS[part])
-        options |= {
+        where = {"process_group": ranks.group}
+        if mesh is not None:
+            parallelize_module(module, mesh["tp"], SPLIT)
+            where = {"device_mesh": mesh["dp"]}
+        options = {
+            **where,
             "find_unused_parameters": self.is_unused,
             "gradient_as_bucket_view": draw() < 0.5,
             "static_graph": not self.is_unused and draw() < 0.2,
@@ -225,7 +239,8 @@ class Program:
             names += [] if self.has_buffer else ["parts"]
         if not self.has_buffer:
             names += [] if self.is_static else ["lose", "lose_alone"]
-            return [*names, "fail", "evaluate", "register"]
+            names += ["fail", "evaluate"] if self.mesh is None else []
+            return [*names, "register"]
         if not self.evaluates:
             return [*names, "write", "register"]
         # An evaluation does not ask rank 0 for what was written after the last step.
@@ -249,9 +264,14 @@ class Program:
 
 @on_ranks(2, 4)
 def test_programs_of_a_grammar_do_the_same_as_with_torch(ranks):
+    mesh = ranks.n == 4 and dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=DIMS)
     for seed in drawn_seeds(ranks):
-        theirs = Program(ranks, TorchDDP, seed).run()
-        ours = Program(ranks, ranks.ours, seed).run()
+        place = ranks, None
+        if mesh and seed % 2 == 0:  # two ranks share a copy of the model
+            dp = mesh["dp"]
+            place = Ranks(dp.get_local_rank(), 2, dp.get_group()), mesh
+        theirs = Program(*place, TorchDDP, seed).run()
+        ours = Program(*place, ranks.ours, seed).run()
         assert len(ours) == len(theirs)
         for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             assert_equal(mine, other, f"FUZZ_SEED={seed}, tensor {i}")
