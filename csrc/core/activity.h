@@ -1,5 +1,5 @@
-/* activity.h - what a rank is doing: for its peers, who must name it, and for whoever
- * watches it. */
+/* activity.h - what a rank is doing: its peers name it in messages, and `paceline top`
+ * shows it. */
 #ifndef PLI_ACTIVITY_H
 #define PLI_ACTIVITY_H
 

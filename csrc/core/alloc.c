@@ -1,4 +1,4 @@
-/* alloc.c - the one allocator, and the faults that tests order. */
+/* alloc.c - the one allocator, and the faults that tests inject. */
 #include "alloc.h"
 
 #include <errno.h>
@@ -44,13 +44,13 @@ pl_status pli_calloc(size_t count, size_t size, const char *purpose, void *out)
     pl_status st = PL_OK;
     void *memory = NULL;
     if (size != 0 && count > (SIZE_MAX - PL_CACHE_LINE) / size)
-        PL_FAIL(PL_ENOMEM, "%s: %zu x %zu bytes is more than there can be", purpose,
+        PL_FAIL(PL_ENOMEM, "%s: %zu x %zu bytes exceed the address space", purpose,
                 count, size);
-    /* aligned_alloc wants a multiple of the alignment, and more than nothing */
+    /* aligned_alloc needs a size that is a multiple of the alignment and not zero */
     const size_t bytes = (count * size + PL_CACHE_LINE) / PL_CACHE_LINE * PL_CACHE_LINE;
 #ifdef PL_FAULTS
     if (pli_fault_hit(PLI_FAULT_ALLOC))
-        PL_FAIL(PL_ENOMEM, "%s: no memory for %zu bytes (ordered by a test)", purpose,
+        PL_FAIL(PL_ENOMEM, "%s: no memory for %zu bytes (injected by a test)", purpose,
                 bytes);
 #endif
     memory = aligned_alloc(PL_CACHE_LINE, bytes);
@@ -76,7 +76,7 @@ pl_status pli_grow(size_t n, size_t size, const char *purpose, size_t *capacity,
         goto done;
     PL_TRY(pli_calloc(2 * n + 4, size, purpose, &grown));
     memcpy(&old, array, sizeof old);
-    if (old != NULL && grown != NULL) /* the latter for static analysis alone */
+    if (old != NULL && grown != NULL) /* the second test is for static analysis */
         memcpy(grown, old, n * size);
     pli_free(old);
     memcpy(array, &grown, sizeof grown);

@@ -7,10 +7,10 @@
 #include <unistd.h>
 
 enum {
-    N_YIELDS = 50,          /* before the first sleep: who is waited for may need the
-                                 core, as a thread of NCCL's does */
-    N_SPINS = 50,           /* before the first of these */
-    FIRST_SLEEP_US = 20,    /* doubled with each */
+    N_YIELDS = 50,          /* before the first sleep: the thread that we wait for, such
+                                 as one of NCCL, may need this core */
+    N_SPINS = 50,           /* before the first yield */
+    FIRST_SLEEP_US = 20,    /* doubled with each sleep */
     LONGEST_SLEEP_US = 5000 /* ... up to this */
 };
 
@@ -40,7 +40,7 @@ pl_status pli_backoff_pause(pli_backoff *backoff, const char *what)
     if (backoff->poll != NULL)
         PL_TRY(backoff->poll(backoff->context));
     if (pli_now_ns() > backoff->until_ns)
-        PL_FAIL(PL_ETIMEOUT, "%s has not come to its end in time", what);
+        PL_FAIL(PL_ETIMEOUT, "%s did not finish in time", what);
     pli_sleep_ns(backoff->sleep_ns);
     if (backoff->sleep_ns < LONGEST_SLEEP_US * INT64_C(1000))
         backoff->sleep_ns *= 2;

@@ -1,4 +1,4 @@
-/* clock.h - time that only runs forward, and a thread's short sleep. */
+/* clock.h - the monotonic clock, and short sleeps. */
 #ifndef PLI_CLOCK_H
 #define PLI_CLOCK_H
 

@@ -1,4 +1,4 @@
-/* config.c - the environment, read anew at each call: nothing is stored. */
+/* config.c - reads the environment at each call, and stores nothing. */
 #include "config.h"
 
 #include <stdio.h>
@@ -31,7 +31,7 @@ int pli_config_nccl_blocks(void)
     return word == NULL || word[0] != '0';
 }
 
-/* As the XDG Base Directory Specification has it: what is relative is not meant. */
+/* The XDG Base Directory Specification says to ignore relative paths. */
 int pli_config_cache_folder(char *out, size_t n_bytes)
 {
     const char *cache = word_of("XDG_CACHE_HOME");

@@ -1,4 +1,4 @@
-/* hash.c - four lanes over the bytes, mixed at the end. */
+/* hash.c - hashes bytes in four lanes, and mixes the lanes at the end. */
 #include "hash.h"
 
 #include <string.h>
@@ -8,7 +8,7 @@ enum { N_LANES = 4 };
 
 uint64_t pli_hash_bytes(const void *bytes, size_t n_bytes)
 {
-    /* Lanes of their own let the multiplications of one not wait for the other's. */
+    /* Separate lanes: the multiplications of one need not wait for another's. */
     uint64_t lanes[N_LANES] = {1, 2, 3, 4};
     uint64_t block[N_LANES];
     const unsigned char *at = bytes;

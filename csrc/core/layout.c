@@ -7,8 +7,8 @@
 
 /* ---- layouts of tensors --------------------------------------------------------- */
 
-/* Walks the dimensions from the smallest stride up: each must begin where the block of
- * the ones before ends. */
+/* Walks the dimensions from the smallest stride up: each stride must equal the size of
+ * the block that the dimensions before it fill. */
 int pli_layout_is_dense(const pli_layout *layout)
 {
     const pli_dim *dims = layout->dims;
@@ -68,8 +68,8 @@ int pli_layout_equal(const pli_layout *left, const pli_layout *right)
 
 typedef enum pack_direction { PACK, UNPACK } pack_direction;
 
-/* A walk over the leading dimensions: those before the elements lie in one row-major
- * piece. */
+/* A walk over the leading dimensions.  The elements behind them lie in row-major
+ * pieces. */
 typedef struct walk {
     const pli_layout *layout;
     int n_leading;
@@ -100,7 +100,7 @@ static void copy_piece(const walk *self, char *data, char *block, size_t n_bytes
         memcpy(data, block, n_bytes);
 }
 
-/* The innermost dimension of a walk: a copy whose size the compiler knows is a move. */
+/* The innermost dimension of a walk: a copy of constant size compiles to a move. */
 static char *copy_column(const walk *self, int64_t size, int64_t step_bytes, char *data,
                          char *block)
 {
@@ -124,7 +124,7 @@ static char *copy_column(const walk *self, int64_t size, int64_t step_bytes, cha
 #undef COPY_COLUMN
 }
 
-/* Copies what lies behind the first `d` dimensions; returns where the block goes on. */
+/* Copies from dimension `d` on inward; returns the end of what it used of the block. */
 static char *copy_rows(const walk *self, int d, char *data, char *block)
 {
     const pli_dim *dim = &self->layout->dims[d];

@@ -4,9 +4,9 @@
  *     dense       one block, each byte once, in any order of dims   | 0 3 | 1 4 | 2 5 |
  *     otherwise   gaps, repeats, or strides that go backwards
  *
- * To pack is to copy elements into a block of their own: dense ones as they lie, so
- * that their strides hold in the block too, and others in row-major order.  Pure; no
- * allocation.
+ * To pack is to copy elements into a contiguous block: a dense tensor in memory order,
+ * so that its strides hold in the block too, and any other in row-major order.  Pure
+ * functions; only pli_layout_copy() allocates.
  */
 #ifndef PLI_LAYOUT_H
 #define PLI_LAYOUT_H
@@ -25,8 +25,8 @@ typedef struct pli_layout {
     pl_dtype dtype;
     int n_dims;
     size_t n_elems;
-    int is_lazy; /* memory has other elements: conjugation or sign are yet to be
-                    applied; or none: the tensor wraps another */
+    int is_lazy; /* memory does not hold the elements: conjugation or sign are not yet
+                    applied, or the tensor wraps another and has no memory */
     pli_dim dims[PLI_MAX_DIMS]; /* strides in elements */
 } pli_layout;
 
@@ -35,20 +35,20 @@ static inline size_t pli_layout_bytes(const pli_layout *layout)
     return layout->n_elems * pl_dtype_bytes(layout->dtype);
 }
 
-/* Non-zero where the elements fill one block of memory, each once. */
+/* Non-zero if the elements fill one block of memory, each once. */
 int pli_layout_is_dense(const pli_layout *layout);
 
 /* Gives `layout` the row-major strides of its shape. */
 void pli_layout_make_row_major(pli_layout *layout);
 
-/* A copy, no longer than its dimensions, for pli_free(): a thousand of them fit in a
- * processor's cache. */
+/* A copy without the unused dimensions, so that a thousand fit in a processor's cache.
+ * The caller frees it by pli_free(). */
 pl_status pli_layout_copy(const pli_layout *layout, pli_layout **out) PL_MUST_USE;
 
-/* Non-zero where both put the same elements at the same places, as the same bits. */
+/* Non-zero if both put the same elements at the same places, as the same bits. */
 int pli_layout_equal(const pli_layout *left, const pli_layout *right);
 
-/* Packs the elements that begin at `data`, and the way back. */
+/* Packs the elements at `data` into `block`, and copies them back. */
 void pli_layout_pack(const pli_layout *layout, const void *data, void *block);
 void pli_layout_unpack(const pli_layout *layout, void *data, const void *block);
 

@@ -8,7 +8,7 @@
 
 #include "alloc.h"
 
-/* A write to a private page of a file makes a copy of it. */
+/* Writes to each private page of the file, which makes the kernel copy it. */
 static pl_status map_privately(void *base, size_t n_bytes, int fd, off_t at)
 {
     pl_status st = PL_OK;
@@ -16,7 +16,7 @@ static pl_status map_privately(void *base, size_t n_bytes, int fd, off_t at)
     if (PL_SYS_PTR(mmap(base, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
                         fd, at),
                    MAP_FAILED) == MAP_FAILED)
-        PL_FAIL_ERRNO("no memory for a copy of %zu bytes", n_bytes);
+        PL_FAIL_ERRNO("no memory for a private copy of %zu bytes", n_bytes);
     for (size_t i = 0; i < n_bytes; i += page_bytes)
         (void)atomic_fetch_or((atomic_char *)base + i, 0);
 done:
@@ -32,11 +32,11 @@ pl_status pli_pages_make_private(void *base, size_t n_bytes, int fd, off_t at)
         mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
         MAP_FAILED);
     if (copy == MAP_FAILED)
-        PL_FAIL_ERRNO("no memory for a copy of %zu bytes", n_bytes);
+        PL_FAIL_ERRNO("no memory for a private copy of %zu bytes", n_bytes);
     memcpy(copy, base, n_bytes);
     if (PL_SYS_PTR(mremap(copy, n_bytes, n_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base),
                    MAP_FAILED) == MAP_FAILED)
-        PL_FAIL_ERRNO("cannot put a copy of %zu bytes in its place", n_bytes);
+        PL_FAIL_ERRNO("cannot make %zu bytes of shared memory private", n_bytes);
     copy = MAP_FAILED;
 done:
     if (copy != MAP_FAILED)

@@ -1,4 +1,4 @@
-/* pages.h - pages of a mapping that others share, turned into this process's own. */
+/* pages.h - makes the pages of a shared mapping private to this process. */
 #ifndef PLI_PAGES_H
 #define PLI_PAGES_H
 
@@ -6,9 +6,9 @@
 
 #include "status.h"
 
-/* Turns a shared mapping's pages into private ones, in place, with their contents.
- * They are those of the file `fd` from `at` on: what other threads write meanwhile is
- * kept.  Without a file (-1), such a write may be lost. */
+/* Makes a shared mapping's pages private, in place, and keeps their contents.  If the
+ * mapping is of the file `fd` from offset `at`, it keeps what other threads write
+ * meanwhile.  Without a file (-1), it may lose such a write. */
 pl_status pli_pages_make_private(void *base, size_t n_bytes, int fd,
                                  off_t at) PL_MUST_USE;
 

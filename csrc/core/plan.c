@@ -6,14 +6,14 @@
 
 #include "alloc.h"
 
-/* While a plan is made: one run of members of one dtype, and where it ends in the
- * order, which decides when the bucket is issued. */
+/* A bucket while the plan is being made: its members have one dtype, and the position
+ * of the last one in the order decides when the bucket is issued. */
 typedef struct draft {
     pl_dtype dtype;
     size_t n_bytes;
     size_t n_params;
     size_t last_position;
-    struct draft *self; /* survives the sort */
+    struct draft *self; /* its place before the sort */
 } draft;
 
 static size_t slot_bytes(const pl_param *param)
@@ -68,8 +68,8 @@ static size_t cap_of(const pl_plan_caps *caps, const open_drafts *open, pl_dtype
     return caps->each[k < caps->n_each ? k : caps->n_each - 1];
 }
 
-/* Cuts the order into drafts, from the end (with a cap for each: from the beginning),
- * one open draft a dtype; draft_of[i] is parameter i's.  Returns how many there are. */
+/* Cuts the order into drafts from the end (with n_each > 0: from the beginning), one
+ * open per dtype.  draft_of[i] is parameter i's draft.  Returns how many there are. */
 static size_t cut(const pl_param *params, size_t n_params, const uint32_t *order,
                   const pl_plan_caps *caps, draft *drafts, size_t *draft_of)
 {
@@ -117,7 +117,7 @@ done:
     return st;
 }
 
-/* Places sorted drafts one after another, and the members inside each. */
+/* Places the sorted drafts one after another, and the members inside each. */
 static void place(pl_plan *plan, const pl_param *params, const uint32_t *order,
                   const draft *drafts, const size_t *bucket_of_draft,
                   const size_t *draft_of)

@@ -1,14 +1,14 @@
-/* plan.h - where each parameter's gradient lies, and in which bucket: pure arithmetic.
+/* plan.h - the bucket and the place of each parameter's gradient: pure arithmetic.
  *
- * Buckets hold one dtype each and are filled in the order in which gradients are
- * expected.  They are cut from the end of that order, so that the last one, which no
- * computation hides, is small:
+ * Each bucket holds one dtype, and buckets are filled in the order in which gradients
+ * are expected.  They are cut from the end of that order, so that the last bucket,
+ * whose reduction no computation hides, is small:
  *
  *     expected first                                        expected last
  *     [ up to cap ][ up to cap ][ up to cap ][ what remains ][ last_cap ]
  *
- * A parameter is never split; one larger than the cap has a bucket of its own.  The
- * bytes needed do not depend on the order, so a new order fits the old arena.
+ * A parameter is never split; one larger than the cap has its own bucket.  The bytes
+ * needed do not depend on the order, so a new order fits the old arena.
  */
 #ifndef PLI_PLAN_H
 #define PLI_PLAN_H
@@ -21,11 +21,11 @@ typedef struct pl_param {
 } pl_param;
 
 typedef struct pl_plan_caps {
-    size_t bucket_bytes; /* of a bucket; at least one parameter is taken */
+    size_t bucket_bytes; /* of a bucket, which has at least one parameter */
     size_t last_bytes;   /* of the bucket expected last */
-    /* Where there are any, these count instead, and buckets are cut from the order's
-     * beginning: the k-th of a dtype has up to each[k] bytes, all further ones as the
-     * last of these. */
+    /* If n_each > 0, these caps replace the two above, and buckets are cut from the
+     * beginning of the order: the k-th bucket of a dtype has up to each[k] bytes, and
+     * the last cap holds for all later buckets. */
     const size_t *each; /* borrowed during calls only */
     size_t n_each;
 } pl_plan_caps;
@@ -52,14 +52,14 @@ typedef struct pl_plan {
     uint32_t *members;
 } pl_plan;
 
-/* Lays out n_params parameters.  `order` lists every index once, expected first;
- * NULL is last to first, the order of most backward passes.  PL_EINVAL where `order`
- * is no permutation.  *out: the caller destroys it. */
+/* Lays out n_params parameters.  `order` lists every index once, as gradients are
+ * expected; NULL means last to first, the order of most backward passes.  PL_EINVAL
+ * unless `order` is a permutation.  *out: the caller destroys it. */
 pl_status pl_plan_create(const pl_param *params, size_t n_params, const uint32_t *order,
                          const pl_plan_caps *caps, pl_plan **out) PL_MUST_USE;
 void pl_plan_destroy(pl_plan *plan);
 
-/* Bytes that any plan of these parameters needs. */
+/* The bytes that every plan of these parameters needs. */
 size_t pl_plan_bytes(const pl_param *params, size_t n_params);
 
 #endif

@@ -14,10 +14,10 @@
 #endif
 
 struct pli_process {
-    pli_processes *processes; /* NULL: shared with nobody */
+    pli_processes *processes; /* NULL: not shared */
     pli_process *next;
     int pid;
-    int pidfd; /* -1: none to be had */
+    int pidfd; /* -1: could not be opened */
     int n_users;
 };
 
@@ -104,7 +104,7 @@ done:
     return st;
 }
 
-/* One that has ended is not shared: its number may be another process's by now. */
+/* Skips processes that have ended: the system may have reused the number. */
 static pli_process *find_locked(const pli_processes *processes, int pid)
 {
     pli_process *process = processes != NULL ? processes->first : NULL;

@@ -9,13 +9,13 @@
 /* Room for a traceback: PL_EPEER carries another rank's. */
 static _Thread_local char error_message[8192];
 
-/* Of a character in UTF-8: any byte but its first. */
+/* Whether a byte continues a UTF-8 character, rather than begins one. */
 static int is_inside_character(char byte)
 {
     return ((unsigned char)byte & 0xc0) == 0x80;
 }
 
-/* Takes away the last character, where vsnprintf() has cut into it. */
+/* Removes the last character if vsnprintf() has cut into it. */
 static void end_whole(char *text, size_t n)
 {
     size_t n_inside = 0;

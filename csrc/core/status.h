@@ -5,11 +5,10 @@
  *              \                layout plan activity
  *               \--> include: paceline.h
  *
- * Here stands how a failure is born, travels and leaves.
- * PL_FAIL makes one: it takes a code and a message, and jumps to the function's only
- * label, `done`.  PL_TRY forwards one.  A function that can fail declares
- * `pl_status st = PL_OK`, and ends in `done:` with NULL-safe destroys and
- * `return st`.
+ * This header defines how a function reports a failure.  PL_FAIL makes one: it takes a
+ * code and a message, and jumps to the function's only label, `done`.  PL_TRY forwards
+ * the failure of a call.  A function that can fail declares `pl_status st = PL_OK` and
+ * ends in `done:` with NULL-safe destroys and `return st`.
  */
 #ifndef PLI_STATUS_H
 #define PLI_STATUS_H
@@ -24,11 +23,11 @@ pl_status pli_fail(pl_status code, const char *format, ...)
  * PL_ENOMEM, everything else PL_ESYS. */
 pl_status pli_fail_errno(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* As snprintf(), but a text that is too long is cut between two characters of UTF-8. */
+/* As snprintf(), but cuts a text that is too long between two UTF-8 characters. */
 void pli_text_print(char *out, size_t out_bytes, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* The text from its first whole character on that leaves n_bytes at the most. */
+/* The longest tail of at most n_bytes that begins with a whole UTF-8 character. */
 const char *pli_text_tail(const char *text, size_t n_bytes);
 
 #define PL_FAIL(code, ...)                                                             \

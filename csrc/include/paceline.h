@@ -1,18 +1,17 @@
-/* paceline.h - the public face of Paceline's core.
+/* paceline.h - the public interface of Paceline's core.
  *
- * A *world* is a set of ranks that hold arenas of one size: what a rank has at
- * byte k of its arena corresponds to what every other rank has at byte k of its
- * own.  Ranks talk by *operations* on ranges of those arenas, issued by every
- * rank in the same order.
+ * A *world* is a set of ranks.  Each rank has an arena, and all arenas have the same
+ * size and layout: byte k of one corresponds to byte k of every other.  Ranks
+ * communicate by *operations* on ranges of their arenas.  Every rank issues the same
+ * operations in the same order.
  *
- * Declared here: status codes, data types, operations, and pl_comm, a rank's end of a
- * world.  Above it stand core/plan.h, which lays parameters out in buckets of an arena,
- * and reducer/reducer.h, which fills the buckets and issues them.
+ * This header declares status codes, data types, operations, and pl_comm, a rank's
+ * handle to a world.  On top of it, core/plan.h lays parameters out in buckets of an
+ * arena, and reducer/reducer.h fills the buckets and issues them.
  *
- * Every fallible call returns pl_status and leaves its message in
- * pl_error_message(), which is the calling thread's own.  Out-parameters come
- * last and are written on success alone.  `destroy` takes NULL and cannot fail.
- * No call exits, aborts, prints, or knows of Python.
+ * Every fallible call returns pl_status and leaves its message in pl_error_message(),
+ * which is per thread.  Out-parameters come last and are written only on success.
+ * `destroy` takes NULL and cannot fail.  No call exits, aborts, prints, or uses Python.
  */
 #ifndef PACELINE_H
 #define PACELINE_H
@@ -28,8 +27,8 @@
 #define PL_API
 #endif
 
-enum { PL_MAX_RANKS = 1024 }; /* of one host; its memory ends before */
-enum { PL_CACHE_LINE = 64 };  /* alignment of every slot, and of what ranks share */
+enum { PL_MAX_RANKS = 1024 }; /* per host; a host's memory runs out earlier */
+enum { PL_CACHE_LINE = 64 };  /* alignment of slots and of memory that ranks share */
 
 /* ---- status --------------------------------------------------------------------- */
 
@@ -55,8 +54,8 @@ typedef enum pl_status {
 /* The fixed text of a code; never NULL. */
 PL_API const char *pl_status_text(pl_status st);
 
-/* What went wrong in this thread's last failed call.  Borrowed until this
- * thread's next failed call; never NULL. */
+/* The message of this thread's last failed call.  Borrowed until this thread's next
+ * failed call; never NULL. */
 PL_API const char *pl_error_message(void);
 
 /* ---- data types ----------------------------------------------------------------- */
@@ -82,12 +81,12 @@ typedef enum pl_dtype {
         PL_N_DTYPES
 } pl_dtype;
 
-/* Bytes of one element; 0 for a number that is no pl_dtype. */
+/* Bytes of one element; 0 if `dtype` is not a pl_dtype. */
 PL_API size_t pl_dtype_bytes(pl_dtype dtype);
 PL_API const char *pl_dtype_text(pl_dtype dtype);
 
 typedef enum pl_reduction {
-    PL_SUM,  /* in rank order; 16-bit floats in fp32 with one rounding */
+    PL_SUM,  /* in rank order; 16-bit floats are summed in fp32 and rounded once */
     PL_MEAN, /* PL_SUM, then divided by the world size; floats and complex only */
     PL_MAX,  /* integers only */
     PL_N_REDUCTIONS
@@ -97,15 +96,15 @@ typedef enum pl_reduction {
 
 typedef enum pl_op_kind {
     PL_ALL_REDUCE, /* every rank's range becomes the reduction over ranks */
-    PL_REDUCE,     /* ... only in the root's range */
+    PL_REDUCE,     /* the same, but only in the root's range */
     PL_ALL_GATHER, /* every rank's block r becomes rank r's block r */
     PL_BROADCAST,  /* every rank's range becomes the root's */
-    PL_BARRIER,    /* no data: done once every rank has issued it */
+    PL_BARRIER,    /* no data; done once every rank has issued it */
     PL_N_OP_KINDS
 } pl_op_kind;
 
-/* One collective, on the same range of every rank's arena.  All-gather splits the range
- * into world-size blocks of n_elems / world size. */
+/* One collective on the same range of every rank's arena.  An all-gather splits the
+ * range into one block of n_elems / world size per rank. */
 typedef struct pl_op {
     pl_op_kind kind;
     pl_reduction reduction; /* read by the two reducing kinds */
@@ -113,56 +112,56 @@ typedef struct pl_op {
     int root;            /* read by PL_REDUCE and PL_BROADCAST */
     size_t offset_bytes; /* from the start of the arena */
     size_t n_elems;
-    /* Another operation is issued behind this one before either is waited for: between
-     * hosts both travel in one round.  Equal on all ranks. */
+    /* Set if the caller issues another operation before it waits for this one: between
+     * hosts both then travel in one round.  Equal on all ranks. */
     int is_followed;
-    /* A rank that has its result takes the step for ended.  Equal on all ranks. */
+    /* Set if the step ends for a rank once it has the result.  Equal on all ranks. */
     int ends_step;
-    unsigned mark;   /* compared between ranks: stands for what else they have done */
-    unsigned bucket; /* whose part it is, from 1, for a recorder; 0: none's */
+    unsigned mark;   /* compared between ranks: a hash of what else they did */
+    unsigned bucket; /* bucket number for the recorder, from 1; 0 if none */
 } pl_op;
 
-/* Counts the operations of a world from 1; tickets only grow. */
+/* The number of an operation in its world, from 1.  Tickets only grow. */
 typedef uint64_t pl_ticket;
 
 /* ---- communication -------------------------------------------------------------- */
 
 typedef struct pl_comm pl_comm;
 
-/* Issues op: says that this rank's range is ready, and returns at once.  Until it is
- * waited for, the range is not this rank's, and no other operation may overlap it.
- * PL_EINVAL for a bad range; PL_EPEER, PL_EMISMATCH once the world has failed. */
+/* Issues op, which declares this rank's range ready, and returns at once.  Until the
+ * caller has waited for op, it must not touch the range, and no other operation may
+ * overlap it.  PL_EINVAL for a bad range; PL_EPEER, PL_EMISMATCH for a failed world. */
 PL_API pl_status pl_comm_issue(pl_comm *comm, const pl_op *op,
                                pl_ticket *out) PL_MUST_USE;
 
-/* Does whatever part of this rank's work can be done without waiting. */
+/* Does the part of this rank's work that needs no waiting. */
 PL_API pl_status pl_comm_progress(pl_comm *comm) PL_MUST_USE;
 
-/* Waits until every rank has done its part of all operations up to `ticket`,
- * working meanwhile for every world that shares this one's pl_progress.
- * PL_EAGAIN after about slice_ns, so that the caller can look at signals and
- * call again; PL_EPEER, PL_ETIMEOUT, PL_EMISMATCH name the rank at fault.  On one host,
- * where a rank has done its part of what ends a step, so that peers may see the end
- * at any moment, it waits for that without slices, unless slice_ns is 0. */
+/* Waits until every rank has done its part of all operations up to `ticket`, and
+ * meanwhile works for every world that shares this one's pl_progress.  PL_EAGAIN after
+ * about slice_ns, so that the caller can check for signals and call again; PL_EPEER,
+ * PL_ETIMEOUT and PL_EMISMATCH name the rank at fault.  On one host, once this rank has
+ * done its part of an operation that ends a step, peers may see the step end at any
+ * moment: the call then waits without slices, unless slice_ns is 0. */
 PL_API pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket,
                               int64_t slice_ns) PL_MUST_USE;
 
-/* Declares this rank's step failed: every rank gets PL_EPEER with `message` from
- * what it waits for, and may go on after pl_comm_recover().  NULL is allowed. */
+/* Declares this rank's step failed: on every rank, waits return PL_EPEER with `message`
+ * until pl_comm_recover() has succeeded.  `comm` may be NULL. */
 PL_API void pl_comm_abort(pl_comm *comm, const char *message);
 
 typedef enum pl_recovery {
     PL_NOTHING_FAILED, /* and nothing was waited for */
-    PL_RECOVERED,      /* every rank has left the failed step behind */
+    PL_RECOVERED,      /* every rank has left the failed step */
 } pl_recovery;
 
-/* Leaves a failed step behind: waits like pl_comm_wait() until every rank has
- * called it too.  PL_EPEER for good when a rank is gone. */
+/* Leaves a failed step: waits like pl_comm_wait() until every rank has called it.  If a
+ * rank is gone, this call and all later ones return PL_EPEER. */
 PL_API pl_status pl_comm_recover(pl_comm *comm, int64_t slice_ns,
                                  pl_recovery *out) PL_MUST_USE;
 
-/* Says goodbye to the peers: whoever waits for this rank from now on is told that it
- * has left.  Never waits; may be called twice. */
+/* Tells the peers that this rank leaves: if one waits for it from now on, that wait
+ * fails with this reason.  Never waits; may be called twice. */
 PL_API void pl_comm_leave(pl_comm *comm);
 
 /* Leaves, then frees everything.  Never waits. */
