@@ -19,7 +19,7 @@ static void *watch(void *argument)
     do
         n_ready = poll(self->ends, 2, -1);
     while (n_ready == 0 || (n_ready < 0 && (errno == EINTR || errno == EAGAIN)));
-    _exit(1); /* lint: no-exit - the process that it worked for is gone */
+    _exit(1); /* lint: no-exit - the parent that needed this process is gone */
 }
 
 pl_status pli_parent_watch_start(int pidfd, int pipe_fd)
@@ -28,13 +28,13 @@ pl_status pli_parent_watch_start(int pidfd, int pipe_fd)
     parent_watch *self = NULL;
     pthread_t thread;
     if (pidfd < 0 && pipe_fd < 0)
-        PL_FAIL(PL_EINVAL, "give a descriptor to watch");
+        PL_FAIL(PL_EINVAL, "both descriptors are negative: give one to watch");
     PL_TRY(pli_calloc(1, sizeof *self, "parent watch", &self));
     self->ends[0] = (struct pollfd){.fd = pidfd, .events = POLLIN};
     self->ends[1] = (struct pollfd){.fd = pipe_fd, .events = POLLIN};
     PL_TRY(pli_thread_start(watch, self, "watches the parent process", &thread));
     (void)pthread_detach(thread);
-    self = NULL; /* the thread's, which never ends */
+    self = NULL; /* the thread owns it, and never returns */
 done:
     pli_free(self);
     return st;

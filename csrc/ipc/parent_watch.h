@@ -1,17 +1,17 @@
-/* parent_watch.h - a process that ends with its parent, whatever it is doing.
+/* parent_watch.h - ends this process when its parent ends, whatever it is doing.
  *
- * A native thread waits for the end of the process behind `pidfd`, and for the end of
- * file of `pipe_fd`, whichever comes first, and then ends this process at once: no
- * handler, no destructor, no flush.  The parent opened both, so neither can be mistaken
- * for another process; the pidfd tells of its death though its forked children hold
- * copies of its descriptors, and the pipe tells where it became another program (exec).
+ * A native thread waits until the process behind `pidfd` ends or `pipe_fd` reaches end
+ * of file, whichever is first.  It then ends this process at once: no handler, no
+ * destructor, no flush.  The parent opened both descriptors, so a reused process number
+ * cannot mislead the thread.  The pidfd shows that the parent died, even if its forked
+ * children hold copies of its descriptors; the pipe shows that it called exec().
  */
 #ifndef PLI_PARENT_WATCH_H
 #define PLI_PARENT_WATCH_H
 
 #include "core/status.h"
 
-/* Either descriptor may be -1; both are taken over on success. */
+/* One descriptor may be -1.  On success, the thread owns both. */
 pl_status pli_parent_watch_start(int pidfd, int pipe_fd) PL_MUST_USE;
 
 #endif

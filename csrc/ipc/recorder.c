@@ -1,7 +1,7 @@
-/* recorder.c - a file of the last steps: its life, and stores into it.
+/* recorder.c - creates and removes the file of the last steps, and writes to it.
  *
- * Every store releases, which costs nothing on x86 and little elsewhere: what a reader
- * sees of a step comes behind the odd `sequence` that announces it.
+ * Every store is a release, which costs nothing on x86 and little elsewhere: a reader
+ * that sees a value of a step also sees the odd `sequence` stored before it.
  */
 #include "recorder.h"
 
@@ -14,22 +14,22 @@
 #include "core/alloc.h"
 #include "core/clock.h"
 
-_Static_assert(sizeof(pli_record) == 1024, "a record is of a fixed size");
+_Static_assert(sizeof(pli_record) == 1024, "readers rely on this size");
 _Static_assert(offsetof(pli_recorder_file, activity) == 64, "as drawn above");
 _Static_assert(offsetof(pli_recorder_file, who) == 128, "as drawn above");
 _Static_assert(offsetof(pli_recorder_file, records) == 4096, "as drawn above");
 
 struct pli_recorder {
-    pli_recorder_file *file;    /* absent in a forked child */
-    unsigned n_forks;           /* of the process that made it */
-    pli_record *_Atomic record; /* the step under way; NULL: none */
+    pli_recorder_file *file;    /* not mapped in a forked child */
+    unsigned n_forks;           /* n_forks of the process that created it */
+    pli_record *_Atomic record; /* of the current step; NULL between steps */
     int64_t part_begin_ns;
-    int64_t reducing_before_ns; /* record->reducing_ns, when a wait began */
+    int64_t reducing_before_ns; /* record->reducing_ns when the wait began */
     char *path;
     int is_linked;
 };
 
-/* Forks that led to this process: what its parent records is none of its business. */
+/* Forks on the way to this process: a child must not write to its parent's file. */
 static atomic_uint n_forks;
 static pthread_once_t has_handler = PTHREAD_ONCE_INIT;
 static int handler_error = 0;
@@ -50,7 +50,7 @@ static int is_own(const pli_recorder *self)
            self->n_forks == atomic_load_explicit(&n_forks, memory_order_relaxed);
 }
 
-/* The record of the step under way; NULL: there is none to write to. */
+/* The record of the current step; NULL if there is none, or in a forked child. */
 static pli_record *record_of(const pli_recorder *self)
 {
     return is_own(self) ? self->record : NULL;
@@ -76,9 +76,9 @@ static pl_status map_new_file(const char *path, pli_recorder_file **out)
     void *base = MAP_FAILED;
     const int fd = PL_SYS(open(path, flags, 0600));
     if (fd < 0)
-        PL_FAIL_ERRNO("cannot make %s", path);
+        PL_FAIL_ERRNO("cannot create %s", path);
     is_made = 1;
-    /* With all its pages: a full file system is an error here, and no SIGBUS later. */
+    /* Allocate all pages: a full file system is an error here, not a SIGBUS later. */
     if (PL_SYS(fallocate(fd, 0, 0, sizeof(pli_recorder_file))) != 0)
         PL_FAIL_ERRNO("no room for %s", path);
     base = PL_SYS_PTR(mmap(NULL, sizeof(pli_recorder_file), PROT_READ | PROT_WRITE,
@@ -115,11 +115,11 @@ pl_status pli_recorder_create(const char *path, const char *who, pli_recorder **
     pl_status st = PL_OK;
     pli_recorder *self = NULL;
     if (strlen(who) >= PLI_RECORDER_WHO_BYTES)
-        PL_FAIL(PL_EINVAL, "%zu bytes to tell who records: give less than %d",
-                strlen(who), PLI_RECORDER_WHO_BYTES);
+        PL_FAIL(PL_EINVAL, "`who` has %zu bytes: give less than %d", strlen(who),
+                PLI_RECORDER_WHO_BYTES);
     (void)pthread_once(&has_handler, set_handler);
     if (handler_error != 0)
-        PL_FAIL(PL_ENOMEM, "no memory for a handler of forks (pthread_atfork)");
+        PL_FAIL(PL_ENOMEM, "no memory for a fork handler (pthread_atfork)");
     PL_TRY(pli_calloc(1, sizeof *self, "a recorder", &self));
     PL_TRY(pli_calloc(strlen(path) + 1, 1, "a recorder's path", &self->path));
     memcpy(self->path, path, strlen(path));
@@ -147,7 +147,7 @@ void pli_recorder_destroy(pli_recorder *self)
     if (self == NULL)
         return;
     pli_recorder_unlink(self);
-    /* In a forked child other memory may have come where it was mapped. */
+    /* A forked child may have other memory at this address. */
     if (is_own(self) && self->file != NULL)
         (void)munmap(self->file, sizeof(pli_recorder_file));
     pli_free(self->path);
@@ -197,7 +197,7 @@ static int is_under_way(const pli_recorder *self, uint64_t step)
     return self->record != NULL && get(&self->record->step) == (int64_t)step;
 }
 
-/* A forward of the next step: one that has had no backward is a step by itself. */
+/* At the next step's forward: ends a step that had a forward and no backward. */
 static void end_forward_alone(pli_recorder *self, uint64_t step)
 {
     const pli_record *record = self->record;
@@ -226,7 +226,7 @@ void pli_recorder_activity(pli_recorder *self, pl_activity activity, uint64_t st
     } else if (self->record == NULL) {
         return;
     } else if (activity == PL_FINISHING || activity == PL_JOINED) {
-        if (get(&self->record->backward_end_ns) == 0) /* the first of two */
+        if (get(&self->record->backward_end_ns) == 0) /* the first of two calls */
             put(&self->record->backward_end_ns, now);
     } else if (get(&self->record->backward_begin_ns) == 0) {
         put(&self->record->forward_end_ns, now);
@@ -306,7 +306,7 @@ void pli_recorder_wait_ends(pli_recorder *self, int64_t begin_ns, int awaited)
     pli_record *record = record_of(self);
     if (record == NULL || awaited == PLI_RECORDER_NOBODY)
         return;
-    /* Who waits also does its own parts meanwhile. */
+    /* While it waits, the thread also does its own parts. */
     const int64_t worked = get(&record->reducing_ns) - self->reducing_before_ns;
     const int64_t waited = pli_now_ns() - begin_ns - worked;
     put(&record->waiting_ns, get(&record->waiting_ns) + waited);

@@ -1,22 +1,22 @@
-/* recorder.h - the last steps of a rank, or of the parent of replicas, in a file that
- * other processes of the user read: `paceline top` and `paceline trace`.
+/* recorder.h - records the last steps of a rank, or of a process with replicas, in a
+ * file that the user's `paceline top` and `paceline trace` read.
  *
  *     | layout |  now  |  who: JSON  | record 0 | record 1 | ... | record 63 |
  *     0        64     128           4096
  *
- * Step s is in record s % 64.  There is one writer, the thread whose step it is, and
- * there are no locks: a record's `sequence` is odd from the step's begin to its end,
- * and a reader takes what it has copied where that was the same even number before and
- * after.  While a step is under way, other threads may add to it what they do for it.
+ * Step s is in record s % 64.  There are no locks, and one writer: the thread that runs
+ * the step.  During a step other threads may add to its record.  The `sequence` of a
+ * record is odd from the beginning of its step to the end.  A reader accepts a copy if
+ * `sequence` was the same even number before and after copying.
  *
  *     forward -> user's code -> backward -> the end of backward -> user's code
  *        \_________/ again, for the same step: it begins anew       (recorded)
  *
- * Times are CLOCK_MONOTONIC's nanoseconds; 0: not known, or not yet.  The layout is
- * that of paceline._recorder, which has the same PLI_RECORDER_VERSION.
+ * Times are nanoseconds of CLOCK_MONOTONIC; 0: unknown, or not yet.  paceline._recorder
+ * reads this layout and must have the same PLI_RECORDER_VERSION.
  *
- * Recording never fails once it has begun.  A forked child has no part in it: there all
- * calls do nothing.  NULL may be given for a recorder everywhere.
+ * After creation, no call can fail.  In a forked child the calls record nothing.  Every
+ * function accepts NULL for the recorder.
  */
 #ifndef PLI_RECORDER_H
 #define PLI_RECORDER_H
@@ -33,17 +33,17 @@
 enum {
     PLI_RECORDER_VERSION = 1,
     PLI_RECORDER_RECORDS = 64,
-    PLI_RECORDER_BUCKETS = 28, /* of a step, its first */
+    PLI_RECORDER_BUCKETS = 28, /* the first ones of a step */
     PLI_RECORDER_WHO_BYTES = 3968,
-    PLI_RECORDER_NOBODY = -1,  /* in place of a rank: there was no wait */
-    PLI_RECORDER_SOMEBODY = -2 /* ... for whom is not known */
+    PLI_RECORDER_NOBODY = -1,  /* instead of a rank: there was no wait */
+    PLI_RECORDER_SOMEBODY = -2 /* instead of a rank: a wait for an unknown rank */
 };
 
-/* A bucket of a rank. */
+/* One bucket on this rank. */
 typedef struct pli_recorded_bucket {
-    _Atomic int64_t ready_ns; /* it had all its gradients on this rank */
-    _Atomic int64_t begin_ns; /* this rank began its part of the reduction */
-    _Atomic int64_t end_ns;   /* ... and was done with it */
+    _Atomic int64_t ready_ns; /* when it had all its gradients */
+    _Atomic int64_t begin_ns; /* when this rank began its part of the reduction */
+    _Atomic int64_t end_ns;   /* when this rank finished its part */
     _Atomic int64_t n_bytes;
 } pli_recorded_bucket;
 
@@ -53,12 +53,12 @@ typedef struct pli_record {
     _Atomic int64_t forward_begin_ns;
     _Atomic int64_t forward_end_ns;
     _Atomic int64_t backward_begin_ns; /* the first gradient */
-    _Atomic int64_t backward_end_ns;   /* all that this rank has is posted */
+    _Atomic int64_t backward_end_ns;   /* this rank has posted all its gradients */
     _Atomic int64_t reduced_ns;        /* all means are in place */
     _Atomic int64_t end_ns;
-    _Atomic int64_t reducing_ns; /* this rank's parts of all reductions */
-    _Atomic int64_t waiting_ns;  /* nothing to do before another rank came */
-    _Atomic int64_t awaited;     /* the rank that came last */
+    _Atomic int64_t reducing_ns; /* duration of this rank's parts of all reductions */
+    _Atomic int64_t waiting_ns;  /* duration of waits for other ranks */
+    _Atomic int64_t awaited;     /* the rank that arrived last */
     _Atomic int64_t n_buckets;
     _Atomic int64_t n_bytes; /* reduced */
     int64_t reserved[3];
@@ -71,13 +71,13 @@ typedef struct pli_recorder_file {
     uint32_t header_bytes;
     uint32_t record_bytes;
     uint32_t n_records;
-    uint32_t n_buckets; /* room for, a record */
+    uint32_t n_buckets; /* capacity of a record */
     uint32_t reserved[9];
-    /* now, each by itself */
+    /* "now": each field is stored separately */
     _Atomic int64_t activity; /* pl_activity */
     _Atomic int64_t since_ns;
     _Atomic int64_t step;
-    _Atomic int64_t awaiting; /* the rank that is waited for */
+    _Atomic int64_t awaiting; /* the rank that this one waits for */
     int64_t reserved_now[4];
     char who[PLI_RECORDER_WHO_BYTES];
     pli_record records[PLI_RECORDER_RECORDS];
@@ -85,30 +85,29 @@ typedef struct pli_recorder_file {
 
 typedef struct pli_recorder pli_recorder;
 
-/* Makes the file, which must not be there, for the user alone, with all its pages, and
- * begins to record.  `who` is a JSON object, in UTF-8.  *out: the caller destroys it.
- */
+/* Creates the file, which must not exist, with mode 0600 and all pages allocated, and
+ * begins to record.  `who` is a JSON object in UTF-8.  *out: the caller destroys it. */
 pl_status pli_recorder_create(const char *path, const char *who,
                               pli_recorder **out) PL_MUST_USE;
 
-/* Removes the file's name: nobody finds it any more.  May be called twice. */
+/* Removes the file's name, so that no reader finds it.  May be called twice. */
 void pli_recorder_unlink(pli_recorder *self);
 void pli_recorder_destroy(pli_recorder *self);
 
-/* What the process does from now on, in which step: see above. */
+/* Records what the process does from now on, and in which step. */
 void pli_recorder_activity(pli_recorder *self, pl_activity activity, uint64_t step);
 
-/* Between backward and the end of the step. */
+/* Call these between backward and the end of the step. */
 void pli_recorder_plan(pli_recorder *self, size_t n_buckets, size_t n_bytes);
 void pli_recorder_ready(pli_recorder *self, size_t bucket, size_t n_bytes);
 void pli_recorder_reduced(pli_recorder *self);
 
-/* Round this rank's part of an operation; `bucket` is that of pl_op. */
+/* Call these before and after this rank's part of an operation, with pl_op.bucket. */
 void pli_recorder_part_begins(pli_recorder *self, unsigned bucket);
 void pli_recorder_part_ends(pli_recorder *self, unsigned bucket);
 
-/* Round a wait.  begins: returns the time, recorder or not, for `ends`, which is given
- * the rank that came last; `awaits` says meanwhile for whom. */
+/* Call these around a wait.  `begins` returns the time, even without a recorder; pass
+ * it to `ends` with the rank that arrived last.  `awaits` names the rank meanwhile. */
 int64_t pli_recorder_wait_begins(pli_recorder *self);
 void pli_recorder_awaits(pli_recorder *self, int rank);
 void pli_recorder_wait_ends(pli_recorder *self, int64_t begin_ns, int awaited);
