@@ -1,16 +1,16 @@
-/* backend.c - what is the same for every kind of memory. */
+/* backend.c - what all backends share. */
 #include "backend.h"
 
 pl_status pli_backend_check_ranges(const pl_rank_ranges *ranges)
 {
     pl_status st = PL_OK;
     if (ranges->n_ranks < 1)
-        PL_FAIL(PL_EINVAL, "ranges of %d ranks are to be summed", ranges->n_ranks);
+        PL_FAIL(PL_EINVAL, "cannot sum the ranges of %d ranks", ranges->n_ranks);
     if (ranges->dtype < PL_F16)
-        PL_FAIL(PL_EINVAL, "ranges of %s: only floating point is summed",
+        PL_FAIL(PL_EINVAL, "cannot sum ranges of %s: only floating point and complex",
                 pl_dtype_text(ranges->dtype));
     if (ranges->reduction != PL_SUM && ranges->reduction != PL_MEAN)
-        PL_FAIL(PL_EINVAL, "ranges are reduced to sums and means alone");
+        PL_FAIL(PL_EINVAL, "cannot reduce ranges: give PL_SUM or PL_MEAN");
 done:
     return st;
 }

@@ -1,8 +1,7 @@
-/* cpu.c - host memory: the calling thread moves it, and nothing is ever late.
+/* cpu.c - host memory: the calling thread moves it, and finishes before it returns.
  *
- * Sums are taken by the plain entry point of cpu_sum.h, so that what is added here
- * (a gradient that arrives twice in one backward) has the same roundings as what
- * the ranks add together.
+ * Additions (of a gradient that arrives twice in one backward) use the functions of
+ * cpu_sum.h, as the sums over ranks do, so both round in the same way.
  */
 #include <string.h>
 
@@ -32,7 +31,7 @@ pl_status pli_cpu_sums(const pli_sum_table **out)
         PL_FAIL(
             PL_EINVAL,
             "PACELINE_ISA is '%s', which this processor or build lacks: unset it, or "
-            "take 'plain'",
+            "set it to 'plain'",
             word);
     *out = sums;
 done:
@@ -116,7 +115,7 @@ done:
     return st;
 }
 
-/* There is no event on the CPU: what a call did has happened when it returns. */
+/* The CPU needs no events: each call has finished its work when it returns. */
 static pl_status cpu_event_create(pl_backend *backend, pl_event **out)
 {
     (void)backend;

@@ -5,10 +5,10 @@
 
 enum { SIGN = 0x8000, SIZE = 0x7fff };
 
-/* What tells one 16-bit float from another. */
+/* Describes a 16-bit float type. */
 typedef struct half_format {
-    int n_fraction;   /* bits */
-    int least_normal; /* its exponent */
+    int n_fraction;   /* bits of the fraction */
+    int least_normal; /* exponent of the smallest normal number */
 } half_format;
 
 static const half_format f16 = {.n_fraction = 10, .least_normal = -14};
@@ -19,7 +19,7 @@ static uint16_t infinity_of(half_format format)
     return (uint16_t)(SIZE >> format.n_fraction << format.n_fraction);
 }
 
-/* A finite one as a double, which holds it exactly. */
+/* A finite 16-bit float as a double, which holds it exactly. */
 static double widen(uint16_t bits, half_format format)
 {
     const int size = bits & SIZE;
@@ -32,8 +32,8 @@ static double widen(uint16_t bits, half_format format)
     return copysign(value, bits & SIGN ? -1.0 : 1.0);
 }
 
-/* The nearest to a finite double, or the even one of two.  A fraction that rounds up to
- * the next power of two carries into the exponent, and the largest exponent's carry is
+/* Rounds a finite double to nearest even.  A fraction that rounds up to the next power
+ * of two carries into the exponent, and a carry out of the largest exponent gives
  * infinity. */
 static uint16_t round_off(double value, half_format format)
 {
@@ -56,7 +56,7 @@ static void scale_half(uint16_t *data, size_t n, half_format format, const int r
 {
     for (size_t i = 0; i < n; i++) {
         if ((data[i] & SIZE) >= infinity_of(format))
-            continue; /* infinities and NaNs stay what they are */
+            continue; /* infinities and NaNs keep their bits */
         data[i] = round_off(widen(data[i], format) * ratio[0] / ratio[1], format);
     }
 }

@@ -1,7 +1,7 @@
-/* cpu_scale.h - a tensor times a ratio of two small integers, in host memory.
+/* cpu_scale.h - multiplies a tensor in host memory by a ratio of two small integers.
  *
- * For means over fewer ranks than were summed, which is rare: written for clarity, not
- * for speed.
+ * Used for means over fewer ranks than were summed.  That is rare, so the code is
+ * written for clarity rather than speed.
  */
 #ifndef PLI_CPU_SCALE_H
 #define PLI_CPU_SCALE_H
@@ -9,8 +9,8 @@
 #include "backend.h"
 
 /* move->to = move->to * numerator / denominator; floats and complex only.  Computed in
- * float64 and rounded to nearest even, so exact where the ratio is a power of two and
- * the result a normal number. */
+ * float64 and rounded to nearest even, so exact if the ratio is a power of two and the
+ * result is a normal number. */
 void pli_cpu_scale(const pl_move *move, int numerator, int denominator);
 
 #endif

@@ -1,7 +1,7 @@
 /* cpu_sum.c - names of the instruction sets, and which of them this processor has.
  *
- * The choice is made by plain calls and a table of function pointers, because
- * ifunc and target_clones need a dynamic linker that musl does not have.
+ * Calls go through a table of function pointers: ifunc and target_clones need support
+ * of the dynamic linker, which musl's lacks.
  */
 #include "cpu_sum.h"
 
@@ -22,8 +22,8 @@ static int has_avx2(void)
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2"))
         return 0;
-    /* Not every supported compiler lets __builtin_cpu_supports be asked for f16c.
-     * That the system saves its registers is part of the answer for avx2. */
+    /* Some supported compilers reject "f16c" in __builtin_cpu_supports.  The answer for
+     * avx2 includes that the system saves the registers. */
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
 }
 

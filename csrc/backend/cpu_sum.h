@@ -2,15 +2,15 @@
  *
  * One call combines the same range of every rank's memory, in rank order, and
  * writes the result to one or more places.  Order and roundings do not depend on
- * the instruction set, on the range's cut into slices, or on which rank computes:
- * every rank of every run gets the same bits.
+ * the instruction set, on how the range is cut into slices, or on which rank
+ * computes: every rank of every run gets the same bits.
  *
  *   floats    ((r0 + r1) + r2) + ...   in the type; float16 and bfloat16 in
  *             float32 with one rounding to nearest even at the end
  *   complex   as two floats
  *   integers  wrap around
  *   PL_MEAN   multiplies each input by a power of two, so that no sum of finite
- *             inputs overflows, and divides the sum by what is left of n_in, before
+ *             inputs overflows, and divides the sum by the rest of n_in, before
  *             that one rounding
  */
 #ifndef PLI_CPU_SUM_H
@@ -42,26 +42,26 @@ typedef struct pli_sum_args {
 
 typedef void (*pli_sum_fn)(const pli_sum_args *args);
 
-/* The functions of one instruction set; NULL where type and reduction do not go
- * together (PL_MAX of floats and complex, PL_MEAN of integers). */
+/* The functions of one instruction set; NULL if the type has no such reduction
+ * (PL_MAX of floats and complex, PL_MEAN of integers). */
 typedef struct pli_sum_table {
     pli_isa isa;
     pli_sum_fn fn[PL_N_DTYPES][PL_N_REDUCTIONS];
 } pli_sum_table;
 
-/* The text of an instruction set, and back; PL_EINVAL names the allowed words. */
+/* An instruction set's text, and the reverse; PL_EINVAL names the allowed words. */
 const char *pli_isa_text(pli_isa isa);
 pl_status pli_isa_parse(const char *text, pli_isa *out) PL_MUST_USE;
 
-/* The table of `isa`, or NULL where this build or this processor lacks it.
- * Static; PLI_ISA_PLAIN is always there. */
+/* The static table of `isa`, or NULL if this build or this processor lacks it.  There
+ * is always a table for PLI_ISA_PLAIN. */
 const pli_sum_table *pli_sum_table_of(pli_isa isa);
 
 /* The best table that this processor has. */
 const pli_sum_table *pli_sum_table_best(void);
 
-/* The table that PACELINE_ISA names, or the best; PL_EINVAL where it names one that
- * is not there. */
+/* The table that PACELINE_ISA names, or the best if it is not set; PL_EINVAL if there
+ * is no such table. */
 pl_status pli_cpu_sums(const pli_sum_table **out) PL_MUST_USE;
 
 #endif

@@ -1,7 +1,7 @@
 /* cpu_sum_avx2.c - reductions for x86-64 with AVX2 and F16C, in 32-byte vectors.
  *
- * The file is compiled for the baseline like every other, and raises the target for
- * its own functions only; headers come first, so that nothing else is raised.
+ * The file is compiled for the baseline and raises the target only for its own
+ * functions.  Headers come first, so that they keep the baseline.
  */
 #include <stdint.h>
 #include <string.h>

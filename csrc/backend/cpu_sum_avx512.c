@@ -1,7 +1,7 @@
 /* cpu_sum_avx512.c - reductions for x86-64 with AVX-512, in 64-byte vectors.
  *
- * Laid out as cpu_sum_avx2.c.  AVX512-BF16 and AVX512-FP16 stay unused: the first
- * flushes denormals, and the second would add in 16 bits.
+ * Has the structure of cpu_sum_avx2.c.  AVX512-BF16 and AVX512-FP16 stay unused: the
+ * first flushes denormals, and the second would add in 16 bits.
  */
 #include <stdint.h>
 #include <string.h>
@@ -35,7 +35,7 @@ PLI_INLINE pair f16_load(const unsigned char *p)
 
 PLI_INLINE void f16_store(unsigned char *p, pair v)
 {
-    /* With a mask of all lanes, since gcc's unmasked macro converts its own -1. */
+    /* A mask of all lanes: gcc's unmasked macro passes a -1 that -Wconversion flags. */
     enum { ALL = 0xffff, NEAREST = _MM_FROUND_TO_NEAREST_INT };
     const __m256i a = _mm512_maskz_cvtps_ph(ALL, (__m512)v.a, NEAREST);
     const __m256i b = _mm512_maskz_cvtps_ph(ALL, (__m512)v.b, NEAREST);

@@ -7,8 +7,8 @@
  *                                                 prefetcher sees few streams
  *   the rest       less than a step: through a padded copy, by the same code
  *
- * An output may be one of the inputs: within a step of the first kind, and within
- * a block of the second, every input is read before any output is written.
+ * An output may be one of the inputs: a step of two inputs, or a block of more, reads
+ * every input before it writes any output.
  *
  * The including file sets the target and includes cpu_sum_vec.h, then defines
  *   PLI_V_ISA, PLI_V_TABLE   the pli_isa, and the name of the table's getter
@@ -17,19 +17,19 @@
 #ifndef PLI_CPU_SUM_BODY_H
 #define PLI_CPU_SUM_BODY_H
 
-/* What a reduction is: constants of each instance, but for the numbers.
+/* Describes a reduction.  `lane` and `reduction` are compile-time constants.
  *
- * A mean must be finite where its inputs are.  So each input is first multiplied by the
- * power of two that is 1/n or the next below: that is exact, so the mean has the bits
- * that the sum divided by n would have.  Their sum is divided by what is left, which is
- * 1 where n is a power of two.  (Numbers of fewer bits than normal ones may lose some.)
+ * The mean of finite inputs must be finite.  So each input is first multiplied by
+ * `scale`, the largest power of two up to 1/n, and the sum is divided by n * scale,
+ * which is 1 if n is a power of two.  Scaling is exact, so the mean has the same bits
+ * as the sum divided by n.  (Denormal numbers may lose bits.)
  */
 typedef struct how {
-    pl_dtype lane; /* never complex: that is two floats */
+    pl_dtype lane; /* complex types use their parts' type */
     pl_reduction reduction;
-    int is_power; /* n is a power of two: no division is left */
+    int is_power; /* n is a power of two: no division is needed */
     float scale;
-    float divisor; /* n * scale: more than a half, up to 1 */
+    float divisor; /* n * scale: in (0.5, 1] */
 } how;
 
 enum {
@@ -46,18 +46,18 @@ PLI_INLINE size_t step_bytes(how h)
 
 /* ---- bfloat16 ------------------------------------------------------------------- */
 
-/* The even elements become one vector of float32 and the odd ones the other, which
- * takes no shuffle, and bf16_store() puts them back. */
+/* Widens the even elements to one vector of float32 and the odd ones to another, which
+ * needs no shuffle; bf16_store() interleaves them again. */
 PLI_INLINE pair bf16_load(const unsigned char *p)
 {
     const v_u32 v = v_load(p);
     return (pair){v << 16, v & 0xffff0000u};
 }
 
-/* Rounds to the upper 16 bits, to nearest even; the lower ones are left dirty.  A
- * NaN passes: its lower bits are zero, since it is a bfloat16's payload or the
- * processor's own NaN, so nothing carries into its upper bits.  In integers, since
- * AVX512-BF16 would flush denormals. */
+/* Rounds to nearest even in the upper 16 bits, and leaves garbage in the lower ones.
+ * A NaN stays a NaN: it comes from a bfloat16 or from the processor, so its lower bits
+ * are zero, and nothing carries into its upper bits.  In integers, because AVX512-BF16
+ * would flush denormals. */
 PLI_INLINE v_u32 bf16_round(v_u32 v)
 {
     return v + (0x7fffu + ((v >> 16) & 1u));
@@ -91,7 +91,7 @@ PLI_INLINE void store(how h, unsigned char *p, pair v)
     }
 }
 
-/* Integers add as unsigned, where wrapping is defined. */
+/* Adds integers as unsigned, because that wraps by definition. */
 PLI_INLINE v_u32 v_add(pl_dtype lane, v_u32 x, v_u32 y)
 {
     switch (lane) {
@@ -146,7 +146,7 @@ PLI_INLINE v_u32 v_divide(how h, v_u32 x)
                             : (v_u32)((v_f32)x / h.divisor);
 }
 
-/* A step of an input, as it is added. */
+/* Loads a step of an input, scaled for a mean. */
 PLI_INLINE pair take(how h, const unsigned char *p)
 {
     const pair v = load(h, p);
@@ -164,7 +164,7 @@ PLI_INLINE pair finish(how h, pair x)
 
 /* ---- loops over whole steps ----------------------------------------------------- */
 
-/* in[0] + in[1] -> out, and -> twin where that is not NULL. */
+/* in[0] + in[1] -> out, and -> twin unless that is NULL. */
 PLI_INLINE void two_to_out(how h, const pli_sum_args *args, size_t at, size_t n_bytes,
                            unsigned char *twin)
 {
@@ -217,7 +217,7 @@ PLI_INLINE void rest_to_out(how h, const pli_sum_args *args, size_t at, size_t n
 
 /* ---- a whole range -------------------------------------------------------------- */
 
-/* The block that was just written, and is still in L1, to the other outputs. */
+/* Copies the block just written, which is still in L1, to the other outputs. */
 static void copy_to_others(const pli_sum_args *args, size_t at, size_t n_bytes)
 {
     const unsigned char *first = (const unsigned char *)args->out[0] + at;
@@ -228,7 +228,7 @@ static void copy_to_others(const pli_sum_args *args, size_t at, size_t n_bytes)
     }
 }
 
-/* The reduction of one rank is what the rank has, bit for bit. */
+/* The reduction of one rank is its input, bit for bit. */
 static void copy_only_input(const pli_sum_args *args, size_t n_bytes)
 {
     for (int k = 0; k < args->n_out; k++)

@@ -1,7 +1,7 @@
 /* cpu_sum_neon.c - reductions for aarch64, in 16-byte vectors.
  *
- * Advanced SIMD is part of every aarch64, so cpu_sum_plain.c uses it as well; what
- * this adds is the conversion of float16 by instruction.
+ * Every aarch64 has Advanced SIMD, so cpu_sum_plain.c uses it too.  This file adds the
+ * instructions that convert float16.
  */
 #include <stdint.h>
 #include <string.h>

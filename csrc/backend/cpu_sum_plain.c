@@ -1,7 +1,7 @@
-/* cpu_sum_plain.c - reductions with what every processor of the architecture has.
+/* cpu_sum_plain.c - reductions with the baseline instructions of the architecture.
  *
  * Sixteen-byte vectors: SSE2 on x86-64, Advanced SIMD on aarch64, scalar code
- * elsewhere.  float16 is converted in integers, since x86-64 alone cannot.
+ * elsewhere.  float16 is converted in integers: x86-64's baseline has no instruction.
  */
 #include <stdint.h>
 #include <string.h>
@@ -22,20 +22,20 @@ enum {
     F16_SHIFT = 13,         /* between the lowest bits of the fractions */
     F16_REBIAS = 112 << 23, /* between the biases of the exponents, in float32 */
     F32_SIZE = 0x7fffffff,  /* all but the sign */
-    F32_HALF = 0x3f000000,  /* 0.5, whose last bit weighs what a float16 has least */
+    F32_HALF = 0x3f000000,  /* 0.5, whose last bit is worth the least float16, 2^-24 */
     F32_INF = 0x7f800000,   /* infinity */
     F32_F16_NORMAL = 0x38800000, /* 2^-14, the least normal float16 */
     F32_F16_OVER = 0x477ff000    /* 65520, the least that rounds to infinity */
 };
 
-/* A float16 in each lane's lower half.  Lanes are signed, for SSE2 compares no
- * others; no value here reaches the sign. */
+/* Widens the float16 in each lane's lower half.  Lanes are signed because SSE2 compares
+ * only signed integers; no value here reaches the sign bit. */
 PLI_INLINE v_u32 f16_widen(v_u32 v)
 {
     const v_i32 size = (v_i32)v & (F16_SIGN - 1);
     const v_i32 normal = (size << F16_SHIFT) + F16_REBIAS;
-    /* As steps of 2^-24 above a half, less the half: exact, and on no account a
-     * float32 denormal, which a caller may have asked the processor to flush. */
+    /* 0.5 plus `size` steps of 2^-24, minus 0.5.  This is exact and avoids float32
+     * denormals, which the program may have told the processor to flush. */
     const v_f32 denormal = (v_f32)(size + F32_HALF) - 0.5F;
     const v_u32 is_denormal = (v_u32)(size < F16_MIN_NORMAL);
     const v_i32 more = (size >= F16_INF) & F16_REBIAS;
@@ -43,13 +43,13 @@ PLI_INLINE v_u32 f16_widen(v_u32 v)
     return wide | ((v & F16_SIGN) << 16);
 }
 
-/* The float16 nearest, or the even one of two, in each lane's lower half. */
+/* Rounds to float16, to nearest even, in each lane's lower half. */
 PLI_INLINE v_u32 f16_narrow(v_u32 v)
 {
     const v_i32 size = (v_i32)v & F32_SIZE;
     const v_i32 odd = (size >> F16_SHIFT) & 1;
     const v_i32 normal = (size + (0x0fff - F16_REBIAS) + odd) >> F16_SHIFT;
-    /* The addition rounds at 2^-24, as a denormal needs. */
+    /* The addition of 0.5 rounds to a multiple of 2^-24, as a denormal needs. */
     const v_i32 denormal = (v_i32)((v_f32)size + 0.5F) - F32_HALF;
     const v_i32 special = F16_INF | ((size > F32_INF) & F16_QUIET);
     const v_u32 is_denormal = (v_u32)(size < F32_F16_NORMAL);
@@ -58,7 +58,7 @@ PLI_INLINE v_u32 f16_narrow(v_u32 v)
     return v_select(is_over, (v_u32)special, finite) | ((v >> 16) & F16_SIGN);
 }
 
-/* Even and odd elements apart, as in bf16_load(). */
+/* Even and odd elements separately, as in bf16_load(). */
 PLI_INLINE pair f16_load(const unsigned char *p)
 {
     const v_u32 v = v_load(p);

@@ -1,17 +1,17 @@
-/* cpu_sum_vec.h - vectors of PLI_V_BYTES bytes, in the compiler's own notation.
+/* cpu_sum_vec.h - vectors of PLI_V_BYTES bytes, as vector extensions of the compiler.
  *
- * gcc and clang turn `a + b` of such types into the instructions of whatever
- * target is set where this is included, so one source serves every instruction
- * set.  A vector travels as v_u32, whatever its lanes are: a cast between vector
- * types of one size keeps the bits.
+ * gcc and clang compile `a + b` of such types for the target that is set where this
+ * file is included, so one source serves every instruction set.  Functions pass a
+ * vector as v_u32, whatever its lanes are: a cast between vector types of one size
+ * keeps the bits.
  *
- * Included once by each cpu_sum_<isa>.c, after its target pragma; hence the bare
- * names, and the absence of headers here, which that target must not touch.
+ * Each cpu_sum_<isa>.c includes this file once, after its target pragma.  So the names
+ * need no prefix, and no header is included here: the target must not affect headers.
  */
 #ifndef PLI_CPU_SUM_VEC_H
 #define PLI_CPU_SUM_VEC_H
 
-/* What is inlined sees `how` as constants, and becomes one loop without branches. */
+/* Inlining makes `how` constant, so that each instance is a loop without branches. */
 #define PLI_INLINE static inline __attribute__((always_inline))
 #define PLI_VECTOR __attribute__((vector_size(PLI_V_BYTES)))
 
@@ -26,11 +26,11 @@ typedef int64_t v_i64 PLI_VECTOR;
 typedef float v_f32 PLI_VECTOR;
 typedef double v_f64 PLI_VECTOR;
 
-/* A vector anywhere in memory that holds any type. */
+/* An unaligned vector in memory of any type. */
 typedef v_u32 v_loose __attribute__((aligned(1), may_alias));
 
-/* What one step of a loop works on.  A 16-bit float widens to twice its size, so a
- * step is one vector of those in memory, and two of any other type. */
+/* One step of a loop.  16-bit floats widen to twice their size, so a step is one vector
+ * of them in memory, and two vectors of any other type. */
 typedef struct pair {
     v_u32 a;
     v_u32 b;
@@ -46,7 +46,7 @@ PLI_INLINE void v_store(unsigned char *p, v_u32 v)
     *(v_loose *)p = v;
 }
 
-/* Lanes of `yes` where the mask's are all ones, of `no` where they are zero. */
+/* Selects lanes of `yes` where the mask is all ones, and of `no` where it is zero. */
 PLI_INLINE v_u32 v_select(v_u32 mask, v_u32 yes, v_u32 no)
 {
     return (yes & mask) | (no & ~mask);

@@ -1,14 +1,14 @@
 /* cuda.c - one device's memory, events and moves.
  *
- * What every step does (moves, event_record, event_wait) only enqueues: it makes the
- * device's context current where it is not, which costs one look, and calls the driver.
- * What a capture in another thread would forbid, because it could wait for the device
- * (memory, events made and asked), runs in a scope where this thread's capture mode is
- * relaxed.
+ * The calls of every step (moves, event_record, event_wait) only enqueue: they make the
+ * device's context current if it is not, which costs one query, and call the driver.
+ * Calls that could wait for the device (allocate and free memory, create and query
+ * events) are forbidden while another thread captures; they run in a scope that relaxes
+ * this thread's capture mode.
  *
- * The backends of a process are in a list, so that a device has one side stream however
- * many worlds use it.  A forked child has inherited all of this, and can use none:
- * there `destroy` leaves everything alone.
+ * The backends of a process are in a list, so that all worlds on a device share one
+ * side stream.  A forked child inherits them but cannot use CUDA: there `destroy` does
+ * nothing.
  */
 #include "cuda.h"
 
@@ -50,7 +50,7 @@ static pli_cu_event event_as_cu(pl_event *event)
 
 /* ---- the context, in this thread ------------------------------------------------ */
 
-/* Makes the context current; *is_pushed: and it was not. */
+/* Makes the context current; *is_pushed: whether another one was current before. */
 static pl_status make_current(const cuda_backend *self, int *is_pushed)
 {
     pl_status st = PL_OK;
@@ -113,7 +113,7 @@ static pl_status cuda_alloc(pl_backend *backend, size_t n_bytes, void **out)
     if (result == PLI_CU_OUT_OF_MEMORY)
         PL_FAIL(PL_ENOMEM,
                 "device %d is out of memory: %zu bytes for gradients and buffers are "
-                "wanted, %zu of its %zu are free",
+                "needed, and %zu of its %zu are free",
                 self->ordinal, n_bytes, n_free, n_total);
     PL_TRY(pli_driver_check(self->driver, result, "allocating device memory"));
     *out = (void *)(uintptr_t)memory; /* NOLINT(performance-no-int-to-ptr) */
@@ -134,7 +134,7 @@ static void cuda_free(pl_backend *backend, void *memory)
 
 /* ---- moves ---------------------------------------------------------------------- */
 
-/* Returns what `call` does with the context current. */
+/* Returns the status of `call`, made with the context current. */
 #define IN_CONTEXT(backend, call)                                                      \
     do {                                                                               \
         const cuda_backend *const self = as_cuda(backend);                             \
@@ -231,7 +231,7 @@ static pl_status cuda_event_is_done(pl_backend *backend, pl_event *event, int *o
     const pli_cu_result result = driver->cuEventQuery(event_as_cu(event));
     pli_cuda_leave(backend, &scope);
     if (result != PLI_CU_NOT_READY)
-        PL_TRY(pli_driver_check(driver, result, "looking at a CUDA event"));
+        PL_TRY(pli_driver_check(driver, result, "querying a CUDA event"));
     *out = result == 0;
 done:
     return st;
@@ -271,7 +271,7 @@ pl_status pli_cuda_is_capturing(pl_backend *backend, pl_stream *stream, int *out
 
 /* ---- life ----------------------------------------------------------------------- */
 
-/* Frees what there is of it; the driver's answers no longer matter. */
+/* Frees what was created, and ignores the driver's errors. */
 static void tear_down(cuda_backend *self)
 {
     if (self->context != NULL) {
@@ -291,7 +291,7 @@ static void cuda_destroy(pl_backend *backend)
 {
     cuda_backend *const self = as_cuda(backend);
     if (self->pid != getpid())
-        return; /* the lock may be held by a thread that is not here */
+        return; /* a thread of the parent may hold the lock */
     (void)pthread_mutex_lock(&lock);
     if (--self->n_users == 0) {
         cuda_backend **at = &all_backends;
@@ -337,7 +337,7 @@ done:
     return st;
 }
 
-/* In the scope: what lives in the context. */
+/* Creates what lives in the context; called inside a scope. */
 static pl_status furnish(cuda_backend *self, const char *nvrtc)
 {
     pl_status st = PL_OK;

@@ -1,11 +1,10 @@
 /* cuda.h - GPU memory behind the backend's table.
  *
- * One backend a device and process.  It shares the device's primary context with torch,
- * so streams, events and pointers are the same things on both sides; any thread may
- * call it, whatever context is current there.  Its moves are kernels (kernels.h) on the
- * stream that the caller names; nothing here waits for the device but alloc, free,
- * clear, read, write and synchronize, and nothing in a training step's steady state
- * allocates.
+ * There is one backend per device and process.  It shares the device's primary context
+ * with torch, so both can use each other's streams, events and pointers.  Any thread
+ * may call it, whatever context is current there.  Moves run as kernels (kernels.h) on
+ * the stream that the caller passes.  Only alloc, free, clear, read, write and
+ * synchronize wait for the device.  A training step in steady state allocates nothing.
  */
 #ifndef PLI_CUDA_H
 #define PLI_CUDA_H
@@ -15,20 +14,20 @@
 #include "kernels.h"
 
 typedef struct pli_cuda_options {
-    int device;         /* as torch counts */
+    int device;         /* torch's index */
     const char *driver; /* path of libcuda; NULL: see pli_driver_open() */
-    const char *nvrtc;  /* path of libnvrtc, should the driver be too old for the
-                           built-in kernels; NULL: none is known */
+    const char *nvrtc;  /* path of libnvrtc, used if the driver does not accept the
+                           built-in kernels; NULL: see pli_nvrtc_compile() */
 } pli_cuda_options;
 
-/* *out: the process's backend of that device and driver, made by the first to ask.
- * Users are counted: pli_backend_destroy() counts one out, and the last one frees;
- * in a forked child, where CUDA cannot be used, it does nothing.  PL_EINVAL for a
- * device out of range, PL_EUNSUPPORTED without a driver or kernels for it. */
+/* *out: the process's backend of that device and driver, created by the first call.
+ * Callers share it by reference count: pli_backend_destroy() drops one reference, and
+ * the last drop frees.  In a forked child, which cannot use CUDA, destroy does nothing.
+ * PL_EINVAL for a device out of range, PL_EUNSUPPORTED without driver or kernels. */
 pl_status pli_cuda_backend_create(const pli_cuda_options *options,
                                   pl_backend **out) PL_MUST_USE;
 
-/* Counts one more user in. */
+/* Adds a reference. */
 void pli_cuda_backend_retain(pl_backend *backend);
 
 int pli_cuda_device(const pl_backend *backend);
@@ -41,14 +40,14 @@ const char *pli_cuda_kernels(const pl_backend *backend);
 
 const pli_driver *pli_cuda_driver(const pl_backend *backend);
 
-/* The device's one high-priority stream for communication; never blocks with the legacy
- * default stream. */
+/* The device's one high-priority stream for communication; it does not synchronize with
+ * the legacy default stream. */
 pl_stream *pli_cuda_side_stream(pl_backend *backend);
 
-/* Non-zero in *out where what `stream` is given is being captured into a graph. */
+/* Non-zero in *out if work on `stream` is being captured into a graph. */
 pl_status pli_cuda_is_capturing(pl_backend *backend, pl_stream *stream,
                                 int *out) PL_MUST_USE;
-/* ... of one of n; non-zero also where the driver does not say. */
+/* Non-zero if one of n streams is being captured, or if the driver returns an error. */
 static inline int pli_cuda_may_any_be_captured(pl_backend *backend,
                                                pl_stream *const *streams, int n)
 {
@@ -71,16 +70,16 @@ static inline pli_cu_memory pli_as_cu_memory(const void *memory)
     return (pli_cu_memory)(uintptr_t)memory;
 }
 
-/* Between the two, in this thread: the device's context is current, and calls that a
- * capture in another thread would forbid are allowed.  They nest. */
+/* Between enter and leave, the device's context is current in this thread, and calls
+ * that a capture in another thread would forbid are allowed.  Scopes nest. */
 typedef struct pli_cuda_scope {
-    int is_pushed; /* another context was current */
+    int is_pushed; /* another context was current before */
     int capture_mode;
 } pli_cuda_scope;
 pl_status pli_cuda_enter(pl_backend *backend, pli_cuda_scope *out) PL_MUST_USE;
 void pli_cuda_leave(pl_backend *backend, const pli_cuda_scope *scope);
 
-/* Writes zeros, and returns when they are there. */
+/* Writes zeros, and waits until they are written. */
 pl_status pli_cuda_clear(pl_backend *backend, void *memory, size_t n_bytes) PL_MUST_USE;
 
 /* As pli_kernels_checksum() and pli_kernels_refresh(). */
@@ -91,7 +90,7 @@ pl_status pli_cuda_refresh(pl_backend *backend, const pli_piece *pieces,
                            size_t n_pieces, const uint64_t *sums,
                            const uint64_t *wanted_sums, pl_stream *stream) PL_MUST_USE;
 
-/* Copies between host and device; return when they are done. */
+/* Copies between host and device, and waits until the copy is done. */
 pl_status pli_cuda_read(pl_backend *backend, void *to, const void *from, size_t n_bytes,
                         pl_stream *stream) PL_MUST_USE;
 pl_status pli_cuda_write(pl_backend *backend, void *to, const void *from,

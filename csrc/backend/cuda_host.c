@@ -1,7 +1,7 @@
-/* cuda_host.c - what the host waits for: bytes that it reads, writes and clears. */
+/* cuda_host.c - reads, writes and clears device memory, and waits until it is done. */
 #include "cuda.h"
 
-/* Waits for the copy that `result` is of, and leaves. */
+/* Waits for the copy whose enqueueing gave `result`, and leaves the scope. */
 static pl_status finish_copy(pl_backend *backend, const pli_cuda_scope *scope,
                              pli_cu_result result, pli_cu_stream stream,
                              const char *doing)
@@ -43,7 +43,7 @@ done:
     return st;
 }
 
-/* On a stream of its own: what others hold may take long. */
+/* Uses a new stream, so that it does not wait for long work on others. */
 pl_status pli_cuda_clear(pl_backend *backend, void *memory, size_t n_bytes)
 {
     pl_status st = PL_OK;

@@ -1,7 +1,7 @@
-/* cuda_peers.c - peer access, and copies that work with it and without.
+/* cuda_peers.c - peer access, and copies that work with and without it.
  *
- * A copy names both contexts: memory that torch maps by itself (expandable segments) is
- * reached so too, where a plain copy by unified addresses fails without peer access.
+ * A copy names both contexts.  This also reaches memory that torch maps itself
+ * (expandable segments), where a copy by unified addresses fails without peer access.
  */
 #include "cuda_peers.h"
 
@@ -29,7 +29,7 @@ done:
     return st;
 }
 
-/* Gives `backend`'s device access to the other's memory; *out: it has it. */
+/* Gives `backend`'s device access to the peer's memory; sets *out if it has access. */
 static pl_status give_access(pl_backend *backend, pl_backend *peer, int *out)
 {
     pl_status st = PL_OK;
@@ -42,15 +42,15 @@ static pl_status give_access(pl_backend *backend, pl_backend *peer, int *out)
     PL_CUDA(driver, cuDeviceGet(&peer_device, pli_cuda_device(peer)),
             "opening a CUDA device");
     PL_CUDA(driver, cuDeviceCanAccessPeer(&can, device, peer_device),
-            "asking whether a device can reach another one's memory");
+            "asking whether a device can access a peer's memory");
     if (!can)
         goto done;
     PL_TRY(pli_cuda_enter(backend, &scope));
     const pli_cu_result result =
         driver->cuCtxEnablePeerAccess(pli_cuda_context(peer), 0);
     pli_cuda_leave(backend, &scope);
-    /* Some devices refuse it, and one has it to so many others at the most.  A context
-     * that cannot be used any more refuses it, too: the next call fails. */
+    /* Some devices refuse access, and each can access only so many others.  A context
+     * that is no longer usable refuses too, and then the next call fails. */
     *out = result == 0 || result == PLI_CU_PEERS_ALREADY;
 done:
     return st;
@@ -79,7 +79,7 @@ pl_status pli_cuda_are_shared(pl_backend *backend, const pl_move *moves, size_t 
     int are_legacy = 1;
     PL_TRY(pli_cuda_enter(backend, &scope));
     for (size_t i = 0; i < n_moves && are_legacy; i++) {
-        int is_legacy = 0; /* where the driver cannot tell, too */
+        int is_legacy = 0; /* stays 0 if the driver returns an error */
         are_legacy =
             moves[i].n_elems == 0 ||
             (driver->cuPointerGetAttribute(&is_legacy, IS_LEGACY,

@@ -10,18 +10,18 @@ typedef struct pli_cuda_place {
     void *memory;
 } pli_cuda_place;
 
-/* Enqueues a copy on a stream of `by`; the two may be of one device. */
+/* Enqueues a copy on a stream of `by`; both places may be on one device. */
 pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n_bytes,
                                 pl_backend *by, pl_stream *stream) PL_MUST_USE;
 
-/* Has copies between two devices go straight from one to the other where the machine
- * can; else they go by way of the host's memory.  *can_read: the other's kernels can
- * read memory of the one, where it is shared. */
+/* Enables peer access in both directions.  If the machine has none, copies between the
+ * two devices go through host memory.  *can_read: kernels of `other` can read `one`'s
+ * memory, if that is shared (pli_cuda_are_shared()). */
 pl_status pli_cuda_join_peers(pl_backend *one, pl_backend *other,
                               int *can_read) PL_MUST_USE;
 
-/* *out: devices that have access may read, by kernels, what is moved from: not what is
- * mapped for one device alone, as by torch's expandable segments. */
+/* *out: kernels of devices with peer access may read each move's `from`.  They may not
+ * if it is mapped for one device only, as torch's expandable segments are. */
 pl_status pli_cuda_are_shared(pl_backend *backend, const pl_move *moves, size_t n_moves,
                               int *out) PL_MUST_USE;
 

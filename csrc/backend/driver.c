@@ -1,12 +1,12 @@
-/* driver.c - opens libcuda, and asks it for each function by name and version.
+/* driver.c - opens libcuda, and finds each function by name and version.
  *
- * A name alone does not say which function is meant: libcuda has kept every old form
- * under the plain name, and the present one as name_v2.  cuGetProcAddress takes the
- * version of CUDA whose form is wanted; drivers from before it (CUDA 11.3) are asked
- * for name_v2 first, which is what their header made of the name.
+ * A name alone is ambiguous: libcuda keeps every old form of a function under the plain
+ * name, and exports the current one as name_v2.  cuGetProcAddress takes the CUDA
+ * version of the wanted form.  In drivers older than it (before CUDA 11.3), name_v2 is
+ * looked up first, as their header maps the plain name to name_v2.
  *
- * Opened drivers are kept in a list for as long as the process lives: contexts, streams
- * and memory of theirs may.
+ * Opened drivers stay in a list until the process ends, because their contexts, streams
+ * and memory may live that long.
  */
 #include "driver.h"
 
@@ -19,7 +19,7 @@
 #include "core/alloc.h"
 #include "core/config.h"
 
-enum { LEGACY_STREAM = 1 }; /* stream 0 is the one that waits for all others */
+enum { LEGACY_STREAM = 1 }; /* stream 0 is the legacy one, which waits for all others */
 enum { MAX_SYMBOL = 64 };
 
 typedef pli_cu_result (*get_address_12000)(const char *name, void **out, int version,
@@ -27,7 +27,7 @@ typedef pli_cu_result (*get_address_12000)(const char *name, void **out, int ver
 typedef pli_cu_result (*get_address_11030)(const char *name, void **out, int version,
                                            uint64_t flags);
 
-/* How this library is asked; NULL members: not so. */
+/* How to look up functions in a library; a member is NULL if the library lacks it. */
 typedef struct finder {
     void *library;
     get_address_12000 by_12000;
@@ -79,12 +79,12 @@ static void *find(const finder *self, const char *name, int version)
     return found != NULL ? found : dlsym(self->library, name);
 }
 
-/* The driver's text of a result, where it has one. */
+/* The driver's text of a result, or a substitute if it has none. */
 static const char *error_text(const pli_driver *driver, pli_cu_result result)
 {
     const char *text = NULL;
     if (driver->cuGetErrorString(result, &text) != 0 || text == NULL)
-        return "an error that the driver has no text for";
+        return "an error for which the driver has no text";
     return text;
 }
 
@@ -102,8 +102,8 @@ static pl_status resolve(void *library, const char *path, pli_driver *out)
     }
     if (driver.cuDriverGetVersion == NULL)
         PL_FAIL(PL_EUNSUPPORTED,
-                "%s is no CUDA driver: it has no cuDriverGetVersion; see "
-                "PACELINE_LIBCUDA",
+                "%s is no CUDA driver: it has no cuDriverGetVersion; set "
+                "PACELINE_LIBCUDA to the path of libcuda.so.1",
                 path);
     if (driver.cuDriverGetVersion(&driver.version) != 0)
         driver.version = 0;
@@ -146,8 +146,8 @@ static pl_status load(const char *path, pli_driver *out)
     if (library == NULL)
         PL_FAIL(PL_EUNSUPPORTED,
                 "no CUDA driver (%s): install NVIDIA's driver, or give the container "
-                "its GPUs (docker run --gpus all), or say by PACELINE_LIBCUDA where "
-                "libcuda.so.1 is",
+                "its GPUs (docker run --gpus all), or set PACELINE_LIBCUDA to the path "
+                "of libcuda.so.1",
                 dlerror());
     PL_TRY(resolve(library, path, out));
     library = NULL;

@@ -1,8 +1,8 @@
-/* driver.h - CUDA's driver API, found at run time.
+/* driver.h - CUDA's driver API, loaded at run time.
  *
- * libcuda is opened by name when the first device is asked for, and each function by
- * cuGetProcAddress, so the extension loads where there is no driver.  The prototypes
- * are declared here: only what is used, with opaque handles.
+ * The first use of a device opens libcuda by name and finds each function by
+ * cuGetProcAddress, so the extension also loads on a machine without a driver.  This
+ * header declares the prototypes that are used, with opaque handles.
  */
 #ifndef PLI_DRIVER_H
 #define PLI_DRIVER_H
@@ -18,7 +18,7 @@ typedef struct CUevent_st *pli_cu_event;
 typedef struct CUmod_st *pli_cu_module;
 typedef struct CUfunc_st *pli_cu_function;
 
-/* name, the oldest version of CUDA whose meaning is meant, arguments */
+/* name, the CUDA version that introduced the form used here, arguments */
 #define PLI_DRIVER_MAP(X)                                                              \
     X(cuInit, 2000, (unsigned flags))                                                  \
     X(cuDriverGetVersion, 2020, (int *out))                                            \
@@ -79,23 +79,23 @@ typedef struct pli_driver {
 
 enum { PLI_CU_STREAM_NON_BLOCKING = 1 };
 
-/* What the driver answers that we tell apart. */
+/* The driver's results that this library distinguishes. */
 enum {
     PLI_CU_OUT_OF_MEMORY = 2,
-    PLI_CU_NOT_INITIALIZED = 3, /* from cuInit: in a forked child */
+    PLI_CU_NOT_INITIALIZED = 3, /* cuInit returns it in a forked child */
     PLI_CU_NO_DEVICE = 100,
     PLI_CU_NOT_READY = 600,
     PLI_CU_PEERS_ALREADY = 704,
 };
 
-/* Opens libcuda (`path`; NULL: PACELINE_LIBCUDA, else libcuda.so.1) once a process and
- * path, and returns its table, which stays.  PL_EUNSUPPORTED where there is none, it is
- * too old, or it sees no device, and PL_ESTATE in a child forked after CUDA was
- * started, with what to do.  Any thread may call. */
+/* Opens libcuda (`path`; NULL: PACELINE_LIBCUDA, else libcuda.so.1), once per path, and
+ * returns its table, which is never freed.  PL_EUNSUPPORTED if there is no libcuda, it
+ * is too old, or it finds no device; PL_ESTATE in a child forked after CUDA was
+ * initialised.  The message says what to do.  Thread-safe. */
 pl_status pli_driver_open(const char *path, const pli_driver **out) PL_MUST_USE;
 
-/* Turns a result into a status: PL_ENOMEM for out of memory, else PL_ESYS, with the
- * driver's text and what was being done. */
+/* Turns a result into a status: PL_ENOMEM for out of memory, else PL_ESYS.  The message
+ * is `doing`, such as "creating a CUDA event", and the driver's text. */
 pl_status pli_driver_check(const pli_driver *driver, pli_cu_result result,
                            const char *doing) PL_MUST_USE;
 

@@ -1,9 +1,9 @@
 /* kernels.c - finds the kernels' functions, and cuts work into launches.
  *
- * A launch takes as many spans as its parameters hold: 1,022 where driver and device
- * know large parameters, else 127, and then it costs the host less, too.  Within a
- * launch all spans run side by side; work on a place that the launch writes already
- * goes into the next one, behind it on the stream.
+ * A launch takes as many spans as fit in its parameters: 1,022 if driver and device
+ * support large parameters, else 127.  Up to 127 spans use the small form, which costs
+ * the host less.  All spans of a launch run concurrently, so a second span that writes
+ * to the same place goes into the next launch on the stream.
  */
 #include "kernels.h"
 
@@ -15,7 +15,7 @@
 #include "kernels_nvrtc.h"
 #include "kernels_table.h"
 
-/* kind, its part in the functions' names, what is done, words of a block's share */
+/* kind, its part of the function names, text for errors, a block's share of a span */
 #define KIND_MAP(X)                                                                    \
     X(COPY, "copy", "copying tensors", PLI_BLOCK_BYTES)                                \
     X(ADD, "add", "adding tensors", PLI_BLOCK_WORDS)                                   \
@@ -50,7 +50,7 @@ struct pli_kernels {
     const pli_driver *driver;
     pli_cu_module module;
     const char *origin;
-    size_t most_spans; /* of a launch */
+    size_t most_spans; /* per launch */
     pli_cu_function small[N_KINDS];
     pli_cu_function large[N_KINDS];
     pli_cu_function sum;
@@ -58,7 +58,7 @@ struct pli_kernels {
 
 /* ---- loading -------------------------------------------------------------------- */
 
-/* Whether an image did not fit the driver or the device: another one may. */
+/* Whether the image does not fit the driver or the device, so that another one may. */
 static int is_misfit(pli_cu_result result)
 {
     switch (result) {
@@ -79,13 +79,13 @@ static int is_misfit(pli_cu_result result)
 static pl_status say_what_to_do(const pli_driver *driver, const char *fatbin,
                                 const char *nvrtc)
 {
-    char words[512]; /* `nvrtc` may be where this failure's words will be */
+    char words[512]; /* a copy: `nvrtc` may be the buffer that pli_fail() overwrites */
     (void)snprintf(words, sizeof words, "%s", nvrtc);
     return pli_fail(PL_EUNSUPPORTED,
                     "no kernels for this GPU: the driver serves CUDA %d.%d; %s; %s; "
                     "install a driver for CUDA 13 or later, or NVRTC of the "
                     "driver's CUDA (pip install nvidia-cuda-nvrtc-cu12), or build "
-                    "Paceline where nvcc of the driver's CUDA is",
+                    "Paceline with nvcc of the driver's CUDA",
                     driver->version / 1000, driver->version % 1000 / 10, fatbin, words);
 }
 
@@ -101,7 +101,7 @@ static pl_status compile_module(pli_kernels *self, int compute, const char *nvrt
         st = say_what_to_do(driver, fatbin, pl_error_message());
     PL_TRY(st);
     const pli_cu_result result = driver->cuModuleLoadData(&self->module, image);
-    st = pli_driver_check(driver, result, "loading what NVRTC made of the kernels");
+    st = pli_driver_check(driver, result, "loading the kernels that NVRTC compiled");
     if (is_misfit(result))
         st = say_what_to_do(driver, fatbin, pl_error_message());
     PL_TRY(st);
@@ -116,7 +116,7 @@ static pl_status load_module(pli_kernels *self, int compute, const char *nvrtc)
     pl_status st = PL_OK;
     const pli_driver *driver = self->driver;
     const void *fatbin = pli_kernels_fatbin();
-    char why[256] = "this build has no kernels inside (nvcc was not there)";
+    char why[256] = "this build has no built-in kernels (there was no nvcc)";
     if (fatbin != NULL) {
         const pli_cu_result result = driver->cuModuleLoadData(&self->module, fatbin);
         st = pli_driver_check(driver, result, "loading the built-in kernels");
@@ -184,14 +184,14 @@ const char *pli_kernels_origin(const pli_kernels *kernels)
 
 enum { N_PLACES = 2048, MAX_BLOCKS = INT32_MAX };
 
-/* What the next launch will do. */
+/* The launch that is being filled. */
 typedef struct launch {
     pli_kernels *kernels;
     kind kind;
     pli_cu_stream stream;
     unsigned n_blocks;
-    pli_large_spans table;     /* its beginning is a pli_small_spans */
-    uint16_t places[N_PLACES]; /* by hash of `to`: 1 + its span; 0: none */
+    pli_large_spans table;     /* begins with a pli_small_spans */
+    uint16_t places[N_PLACES]; /* hash table of `to`: 1 + its span; 0: free */
 } launch;
 
 static pl_status launch_blocks(pli_kernels *self, pli_cu_function function,
@@ -232,7 +232,7 @@ done:
     return st;
 }
 
-/* Where in `places` `to` is, or would be. */
+/* The entry of `places` that holds `to`, or the free one where it belongs. */
 static uint16_t *place_of(launch *self, const void *to)
 {
     const uint64_t hash = (uint64_t)(uintptr_t)to * 0x9e3779b97f4a7c15u;
@@ -249,7 +249,7 @@ static pl_status launch_span(launch *self, const pli_span *span)
     const int share_bits = __builtin_ctz(infos[self->kind].share); /* a power of two */
     const unsigned long long n_blocks = ((span->n - 1) >> share_bits) + 1;
     uint16_t *place = head->n_spans > 0 ? place_of(self, span->to) : self->places;
-    /* Checksums may be added to one place by many spans. */
+    /* Many spans may add checksums to one place: the additions are atomic. */
     if (head->n_spans == 0 || (*place != 0 && self->kind != CHECKSUM) ||
         head->n_spans == self->kernels->most_spans ||
         n_blocks > MAX_BLOCKS - self->n_blocks) {
@@ -348,7 +348,7 @@ done:
     return st;
 }
 
-/* `sums`: where checksums go; NULL: pieces are refreshed. */
+/* Adds checksums to `sums`; if it is NULL, refreshes the pieces. */
 static pl_status launch_pieces(launch *self, const pli_piece *pieces, size_t n_pieces,
                                uint64_t *sums)
 {
@@ -362,7 +362,10 @@ static pl_status launch_pieces(launch *self, const pli_piece *pieces, size_t n_p
                                .detail =
                                    sums != NULL ? (unsigned)place : piece->segment};
         if (place > UINT32_MAX || piece->offset % PLI_PLACE_BYTES != 0)
-            PL_FAIL(PL_EINVAL, "a tensor is %zu bytes into its segment", piece->offset);
+            PL_FAIL(PL_EINVAL,
+                    "a tensor's offset in its segment is %zu bytes: give a "
+                    "multiple of 8 below 2^35",
+                    piece->offset);
         if (span.n != 0)
             PL_TRY(launch_span(self, &span));
     }
@@ -390,7 +393,7 @@ pl_status pli_kernels_refresh(pli_kernels *kernels, const pli_piece *pieces,
     return launch_pieces(&work, pieces, n_pieces, NULL);
 }
 
-/* The reduction of one rank is what the rank has, bit for bit. */
+/* The reduction of one rank is its input, bit for bit. */
 pl_status pli_kernels_sum(pli_kernels *kernels, const pl_rank_ranges *ranges,
                           pl_stream *stream)
 {

@@ -1,15 +1,15 @@
-/* kernels.cu - moves of many tensors at once, on a GPU.
+/* kernels.cu - moves many tensors at once on a GPU.
  *
- * Taken by nvcc, by NVRTC, and by a C compiler for the tests, so it is the part of C
- * that C++ has too.  A launch carries its table of spans in its parameters; a block
- * finds its span by the number of its first block and takes a fixed share of it.
- * Threads of a block are neighbours in memory and do not talk, but for ADD_TO():
+ * nvcc, NVRTC and, in the tests, a C compiler take it, so it uses only what C and C++
+ * share.  A launch passes its table of spans as a parameter.  A block finds its span by
+ * binary search over `first_block`, and handles a fixed share of it.  Neighbouring
+ * threads access neighbouring memory; they communicate only in ADD_TO():
  *
- *     span  |head|vec vec vec vec ... vec|tail|      where both sides can be aligned
- *     span  |word word word ...              |      where they cannot
+ *     span  |head|vec vec vec vec ... vec|tail|      if both sides can be aligned
+ *     span  |word word word ...              |      if they cannot
  *
- * Each thread has several loads under way before its first store.  No pointer is
- * declared unaliased: `to` may be `from`.  Nothing may be contracted: -fmad=false.
+ * Each thread issues several loads before its first store.  No pointer is declared
+ * restrict: `to` may be `from`.  Multiply and add must not be fused: -fmad=false.
  */
 #include "kernels_words.h"
 
@@ -99,7 +99,7 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
 
 /* ---- a block's share of an operation word by word ------------------------------- */
 
-/* to[i] = value(from[i], to[i], head); what `value` does not use is not read. */
+/* to[i] = value(from[i], to[i], head); operands that `value` ignores are not read. */
 #define DEFINE_MAP(name, word, value)                                                  \
     DEVICE void name(word *to, const word *from, u32 n, const pli_spans_head *head,    \
                      u32 t)                                                            \
@@ -140,7 +140,7 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
         }                                                                              \
     }
 
-/* The same for what is rare: one word after the other. */
+/* The same for rare types: one word after another. */
 #define DEFINE_RARE_MAP(name, word, value)                                             \
     DEVICE void name(word *to, const word *from, u32 n, const pli_spans_head *head,    \
                      u32 t)                                                            \
@@ -150,13 +150,13 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
             value(from[i], to[i], head);                                               \
     }
 
-/* In a function of a span: one case of its switch. */
+/* One case of a switch over the words of a span. */
 #define CASE_MAP(value, name, word)                                                    \
     case value:                                                                        \
         name((word *)span->to + begin, (const word *)span->from + begin, n, head, t);  \
         break;
 
-/* kind, KIND, word: what the words of a type are */
+/* kind, KIND, and the C type of its words */
 #define INTEGERS(X) X(u8, U8, u8) X(u16, U16, u16) X(u32, U32, u32) X(u64, U64, u64)
 #define HALVES(X) X(f16, F16, u16) X(bf16, BF16, u16)
 #define NARROW_FLOATS(X) HALVES(X) X(f32, F32, u32)
@@ -196,7 +196,7 @@ DEVICE void add(const pli_span *span, const pli_spans_head *head, u64 begin, u32
     }
 }
 
-/* ---- scale: in float64; `from` is `to`, and is not read ------------------------- */
+/* ---- scale: in float64; `from` equals `to`, and is not read --------------------- */
 
 #define SCALE_FLOATS(kind, KIND, word)                                                 \
     DEVICE word kind##_scaled(word x, word y, const pli_spans_head *head)              \
@@ -222,10 +222,10 @@ DEVICE void scale(const pli_span *span, const pli_spans_head *head, u64 begin, u
     }
 }
 
-/* ---- checksum: of a segment's tensors, wherever these are ------------------------ */
+/* ---- checksum of a segment's tensors, independent of their addresses ------------- */
 
-/* Another number for each word that may stand in a place: so no change of one word
- * goes unseen, and of changes of many one in 2^64. */
+/* At a given place, different words give different numbers.  So a change of one word is
+ * always detected, and a change of several is missed with probability 2^-64. */
 DEVICE u64 mix(u64 word, u64 place)
 {
     u64 x = word ^ place * 0x9e3779b97f4a7c15ull;
@@ -270,7 +270,7 @@ DEVICE u64 mix_by_4(const u8 *from, u64 place, u32 n, u32 t)
     return sum;
 }
 
-/* From word `first` on; the last may be short. */
+/* From word `first` on; the last word may be short. */
 DEVICE u64 mix_by_1(const u8 *from, u64 place, u32 first, u32 n, u32 t)
 {
     u64 sum = 0;
@@ -318,8 +318,8 @@ DEVICE void refresh(const pli_span *span, const pli_spans_head *head, u64 begin,
 
 /* ---- sum of ranges --------------------------------------------------------------- */
 
-/* What each input of a mean is multiplied by: the power of two that is 1/n or the next
- * below, so that a mean of finite numbers is finite; see cpu_sum_body.h. */
+/* The factor of each input of a mean: the largest power of two up to 1/n, so that the
+ * mean of finite numbers is finite; see cpu_sum_body.h. */
 DEVICE float scale_of(u32 n_ranks, int is_mean)
 {
     float scale = 1.0f;

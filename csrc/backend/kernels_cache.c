@@ -1,4 +1,4 @@
-/* kernels_cache.c - files of one header and one image. */
+/* kernels_cache.c - reads and writes files of one header and one image. */
 #include "kernels_cache.h"
 
 #include <fcntl.h>
@@ -13,7 +13,7 @@
 #include "core/config.h"
 #include "core/hash.h"
 
-enum { MOST_BYTES = 64 << 20 }; /* of an image; they have some hundred thousand */
+enum { MOST_BYTES = 64 << 20 }; /* of an image; typical ones have some 100,000 */
 
 typedef struct header {
     char magic[8];
@@ -30,7 +30,7 @@ static header header_of(uint64_t key, const void *image, size_t n_bytes)
                     .hash = pli_hash_bytes(image, n_bytes)};
 }
 
-/* 0 where there is no folder to use, or the path is too long. */
+/* 0 if there is no cache folder, or if the path is too long. */
 static int path_of(uint64_t key, char out[PATH_MAX])
 {
     char folder[PATH_MAX];
@@ -67,7 +67,7 @@ static int write_all(int file, const void *from, size_t n_bytes)
     return 1;
 }
 
-/* Whether the file is this user's alone to write, and as long as its header says. */
+/* Whether only this user can write to the file, and its size matches its header. */
 static int is_sound(int file, const header *found)
 {
     struct stat facts;
@@ -98,7 +98,7 @@ void *pli_kernels_cache_read(uint64_t key)
     char path[PATH_MAX];
     if (!path_of(key, path))
         return NULL;
-    /* What is in the file's place may be a pipe that nobody writes to. */
+    /* O_NONBLOCK: if the path is a pipe without a writer, open() must not wait. */
     const int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (file < 0)
         return NULL;
@@ -107,8 +107,7 @@ void *pli_kernels_cache_read(uint64_t key)
     return image;
 }
 
-/* The user's folder of caches and ours, for this user alone, where they are not there.
- */
+/* Makes the user's cache folder and ours in it, with mode 0700, if they are missing. */
 static void make_folders(void)
 {
     char folder[PATH_MAX];

@@ -1,11 +1,11 @@
-/* kernels_cache.h - what NVRTC made of the kernels, kept in files between processes.
+/* kernels_cache.h - caches the kernels that NVRTC compiled, in files.
  *
  *     $XDG_CACHE_HOME/paceline/kernels-<key>.bin, else ~/.cache/paceline/...
  *
- * A file is written under another name first, and then renamed, so a process sees it
- * whole or not at all; one that is torn all the same, or that others may write to, is
- * no file.  What cannot be read is compiled, what cannot be written is not kept: the
- * cache never fails.
+ * A file is written under a temporary name and then renamed, so that a process sees all
+ * of it or none.  A file that is damaged, or that other users may write to, is ignored.
+ * The cache reports no errors: if a file cannot be read, the caller compiles; if it
+ * cannot be written, it is not kept.
  */
 #ifndef PLI_KERNELS_CACHE_H
 #define PLI_KERNELS_CACHE_H
@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The image of that key with a zero behind it, for pli_free(); NULL: there is none. */
+/* The image of that key and a zero behind it, or NULL; free it by pli_free(). */
 void *pli_kernels_cache_read(uint64_t key);
 
 void pli_kernels_cache_write(uint64_t key, const void *image, size_t n_bytes);

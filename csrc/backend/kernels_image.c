@@ -1,8 +1,8 @@
-/* kernels_image.c - files, put into the extension by the assembler.
+/* kernels_image.c - embeds files in the extension by the assembler.
  *
- *   PLI_KERNELS_FOLDER   where the source is, for the assembler; csrc/backend unless
- *                        the compiler runs elsewhere than in the project's own folder
- *   PLI_FATBIN_PATH      what nvcc made of it; not defined where there is no nvcc
+ *   PLI_KERNELS_FOLDER   the folder of the source, for the assembler; define it if the
+ *                        compiler does not run in the project's root
+ *   PLI_FATBIN_PATH      the fatbin from nvcc; not defined if there is no nvcc
  */
 #include "kernels_image.h"
 
@@ -12,7 +12,7 @@
 #define PLI_KERNELS_FOLDER "csrc/backend"
 #endif
 
-/* The file, and a zero behind it. */
+/* Embeds the file and a zero behind it, as the array `name`. */
 #define EMBED(name, path)                                                              \
     __asm__(".pushsection .rodata\n"                                                   \
             ".balign 64\n" #name ":\n"                                                 \
@@ -21,7 +21,7 @@
             ".popsection\n");                                                          \
     extern const char name[] __attribute__((visibility("hidden")))
 
-/* NOLINTBEGIN(portability-no-assembler): C has no other way to take a file in */
+/* NOLINTBEGIN(portability-no-assembler): C11 has no other way to embed a file */
 EMBED(pli_text_table, PLI_KERNELS_FOLDER "/kernels_table.h");
 EMBED(pli_text_words, PLI_KERNELS_FOLDER "/kernels_words.h");
 EMBED(pli_text_kernels, PLI_KERNELS_FOLDER "/kernels.cu");

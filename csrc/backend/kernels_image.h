@@ -1,13 +1,13 @@
-/* kernels_image.h - the kernels as they lie in the extension: a fatbin, which is empty
- * in a build without nvcc, and the text of their source, for NVRTC.
+/* kernels_image.h - the kernels inside the extension: a fatbin, unless it was built
+ * without nvcc, and the text of their source, for NVRTC.
  */
 #ifndef PLI_KERNELS_IMAGE_H
 #define PLI_KERNELS_IMAGE_H
 
-/* Static; NULL where there is none. */
+/* Static; NULL in a build without nvcc. */
 const void *pli_kernels_fatbin(void);
 
-/* name that the source includes it by, then its text; the last one is the source */
+/* A header's name in #include, and its text; the last entry is the source file. */
 typedef struct pli_kernels_text {
     const char *name;
     const char *text;

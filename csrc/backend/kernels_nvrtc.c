@@ -1,9 +1,9 @@
-/* kernels_nvrtc.c - finds NVRTC, and has it compile the text of the kernels.
+/* kernels_nvrtc.c - finds NVRTC, and compiles the text of the kernels with it.
  *
- * torch brings an NVRTC of its own CUDA, so what that emits, the driver below torch
- * takes.  Where NVRTC is older than the device, it makes PTX for the newest that it
- * knows, and the driver does the rest.  It takes seconds, so its image is kept on disk
- * for the next process (kernels_cache.h).
+ * torch ships the NVRTC of its CUDA version, so a driver that runs torch accepts the
+ * code.  If NVRTC is older than the device, it compiles to PTX for the newest
+ * architecture that both support, and the driver compiles that.  Compiling takes
+ * seconds, so the image is cached on disk for later processes (kernels_cache.h).
  */
 #include "kernels_nvrtc.h"
 
@@ -20,7 +20,7 @@ typedef int nvrtc_result; /* 0: success */
 typedef struct nvrtc_job *nvrtc_program;
 
 enum { INVALID_OPTION = 5 };
-static const char rounding[] = "--fmad=false"; /* as the CPU's: one rounding a step */
+static const char rounding[] = "--fmad=false"; /* rounds each step, as the CPU does */
 enum { MAX_ARCHS = 64, MAX_WORDS = 300, N_OPTIONS = 3 };
 
 #define NVRTC_MAP(X)                                                                   \
@@ -63,7 +63,7 @@ static const struct entry {
 
 /* ---- the library ---------------------------------------------------------------- */
 
-/* It stays open: it has state of its own, and is not made to be unloaded. */
+/* The library stays open: it keeps state, and does not support unloading. */
 static void *open_library(const char *path)
 {
     static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12",
@@ -96,7 +96,7 @@ done:
 
 /* ---- one program ---------------------------------------------------------------- */
 
-/* The first words of the compiler's log; empty where there are none. */
+/* The beginning of the compiler's log, behind ": "; empty if there is no log. */
 static void read_log(const nvrtc *self, nvrtc_program program, char out[MAX_WORDS])
 {
     size_t n_bytes = 0;
@@ -131,11 +131,11 @@ static pl_status create_program(const nvrtc *self, nvrtc_program *out)
     /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): found by its name */
     const nvrtc_result result = self->nvrtcCreateProgram(
         out, texts[N_HEADERS].text, texts[N_HEADERS].name, N_HEADERS, headers, names);
-    return check(self, result, "begin a program");
+    return check(self, result, "create a program");
 }
 
-/* Compiles for options[0], such as --gpu-architecture=sm_90.  *is_known is zero where
- * NVRTC is too old to know it. */
+/* Compiles for options[0], such as --gpu-architecture=sm_90.  *is_known is zero if this
+ * NVRTC is too old for that architecture. */
 static pl_status compile(const nvrtc *self, nvrtc_program program,
                          const char *const options[N_OPTIONS], int *is_known)
 {
@@ -152,7 +152,7 @@ done:
     return st;
 }
 
-/* The newest that NVRTC knows and the device can run. */
+/* The newest architecture that NVRTC supports and the device can run. */
 static pl_status newest_arch(const nvrtc *self, int compute, int *out)
 {
     pl_status st = PL_OK;
@@ -161,21 +161,23 @@ static pl_status newest_arch(const nvrtc *self, int compute, int *out)
     int newest = 0;
     PL_TRY(check(self, self->nvrtcGetNumSupportedArchs(&n_archs), "count devices"));
     if (n_archs > MAX_ARCHS)
-        PL_FAIL(PL_EUNSUPPORTED, "NVRTC knows %d kinds of devices, which is too many",
+        PL_FAIL(PL_EUNSUPPORTED,
+                "NVRTC lists %d architectures: this version of paceline cannot read so "
+                "many",
                 n_archs);
     PL_TRY(check(self, self->nvrtcGetSupportedArchs(archs), "list devices"));
     for (int i = 0; i < n_archs; i++)
         if (archs[i] <= compute && archs[i] > newest)
             newest = archs[i];
     if (newest == 0)
-        PL_FAIL(PL_EUNSUPPORTED, "NVRTC knows no device of capability %d.%d or below",
+        PL_FAIL(PL_EUNSUPPORTED, "NVRTC supports no device of capability %d.%d or less",
                 compute / 10, compute % 10);
     *out = newest;
 done:
     return st;
 }
 
-/* A zero stands behind the image. */
+/* Appends a zero to the image. */
 static pl_status read_image(const nvrtc *self, nvrtc_program program, int is_cubin,
                             image_bytes *out)
 {
@@ -185,12 +187,12 @@ static pl_status read_image(const nvrtc *self, nvrtc_program program, int is_cub
     PL_TRY(check(self,
                  is_cubin ? self->nvrtcGetCUBINSize(program, &n_bytes)
                           : self->nvrtcGetPTXSize(program, &n_bytes),
-                 "tell the size of its code"));
+                 "return the size of its code"));
     PL_TRY(pli_calloc(n_bytes + 1, 1, "kernels", &image));
     PL_TRY(check(self,
                  is_cubin ? self->nvrtcGetCUBIN(program, image)
                           : self->nvrtcGetPTX(program, image),
-                 "give its code"));
+                 "return its code"));
     *out = (image_bytes){image, n_bytes};
     image = NULL;
 done:
@@ -216,7 +218,7 @@ static pl_status compile_for(const nvrtc *self, int compute, int has_large,
         (void)snprintf(arch, sizeof arch, "--gpu-architecture=compute_%d", compute);
         PL_TRY(compile(self, program, options, &is_known));
         if (!is_known)
-            PL_FAIL(PL_EUNSUPPORTED, "NVRTC does not take %s", arch);
+            PL_FAIL(PL_EUNSUPPORTED, "NVRTC does not accept %s", arch);
     }
     PL_TRY(read_image(self, program, is_cubin, out));
 done:
@@ -225,7 +227,7 @@ done:
     return st;
 }
 
-/* Of all that the image depends on. */
+/* A hash of everything that the image depends on. */
 static uint64_t key_of(int compute, int has_large, int major, int minor)
 {
     pli_kernels_text texts[PLI_KERNELS_N_TEXTS];
@@ -246,7 +248,7 @@ pl_status pli_nvrtc_compile(const char *path, int compute, int has_large, void *
     int major = 0, minor = 0;
     PL_TRY(find_nvrtc(path, &self));
     /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): found by its name */
-    PL_TRY(check(&self, self.nvrtcVersion(&major, &minor), "tell its version"));
+    PL_TRY(check(&self, self.nvrtcVersion(&major, &minor), "return its version"));
     const uint64_t key = key_of(compute, has_large, major, minor);
     *out = pli_kernels_cache_read(key);
     if (*out == NULL) {

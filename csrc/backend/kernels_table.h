@@ -1,14 +1,14 @@
-/* kernels_table.h - what a launch of kernels.cu is given, by value.
+/* kernels_table.h - the parameters of the kernels in kernels.cu, passed by value.
  *
- * Read by the kernels and by kernels.c, so it is C, CUDA C++ and NVRTC's C++ at once,
+ * kernels.cu and kernels.c include it, so it must be valid C, CUDA C++ and NVRTC's C++,
  * and includes nothing.
  */
 #ifndef PLI_KERNELS_TABLE_H
 #define PLI_KERNELS_TABLE_H
 
-/* What stands in memory.  Complex numbers are two of their parts. */
+/* The type of words in memory.  A complex number is two words. */
 typedef enum pli_word {
-    PLI_WORD_U8, /* integers wrap: signed or not is the same */
+    PLI_WORD_U8, /* integers wrap, so signed and unsigned add alike */
     PLI_WORD_U16,
     PLI_WORD_U32,
     PLI_WORD_U64,
@@ -20,22 +20,22 @@ typedef enum pli_word {
 } pli_word;
 
 enum {
-    PLI_THREADS = 256,        /* of a block */
-    PLI_BLOCK_BYTES = 32768,  /* its share of a span, where that counts bytes */
-    PLI_BLOCK_WORDS = 8192,   /* and where it counts words */
-    PLI_PLACE_BYTES = 8,      /* a word of a checksum */
-    PLI_SMALL_SPANS = 127,    /* 4,088 bytes of parameters: all drivers take 4,096 */
-    PLI_LARGE_SPANS = 1022,   /* 32,728: CUDA 12.1 takes 32,764 */
-    PLI_LARGE_VERSION = 12010 /* of the driver */
+    PLI_THREADS = 256,        /* per block */
+    PLI_BLOCK_BYTES = 32768,  /* a block's share of a span, for kernels of bytes */
+    PLI_BLOCK_WORDS = 8192,   /* ... and for kernels of words */
+    PLI_PLACE_BYTES = 8,      /* size of a word that a checksum reads */
+    PLI_SMALL_SPANS = 127,    /* 4,088 bytes of parameters: all drivers accept 4,096 */
+    PLI_LARGE_SPANS = 1022,   /* 32,728 bytes: CUDA 12.1 accepts 32,764 */
+    PLI_LARGE_VERSION = 12010 /* the first driver version with large parameters */
 };
 
 typedef struct pli_span {
-    void *to;             /* checksum: a sum of 64 bits */
+    void *to;             /* checksum: the 64-bit sum */
     const void *from;     /* copy: NULL for zeros */
-    unsigned long long n; /* words for add and scale, else bytes; never 0 */
-    unsigned first_block; /* rises from span to span, from 0 */
-    /* add, scale: what the words are; checksum: how far into its segment the span is,
-     * by PLI_PLACE_BYTES; refresh: the number of its segment */
+    unsigned long long n; /* add, scale: words; else bytes; never 0 */
+    unsigned first_block; /* 0 for the first span; grows from span to span */
+    /* add, scale: a pli_word; checksum: the span's offset in its segment, in units of
+     * PLI_PLACE_BYTES; refresh: the number of its segment */
     unsigned detail;
 } pli_span;
 
@@ -44,7 +44,7 @@ typedef struct pli_spans_head {
     unsigned unused;
     union {
         double factor;                  /* scale */
-        const unsigned long long *sums; /* refresh: of what is there, by segment */
+        const unsigned long long *sums; /* refresh: of the present bytes, by segment */
     };
     union {
         double divisor;

@@ -1,11 +1,11 @@
-/* kernels_words.h - the words of kernels.cu: one vocabulary for three compilers, and
- * 16-bit floats by arithmetic on integers.
+/* kernels_words.h - the macros by which three compilers accept kernels.cu, and 16-bit
+ * floats by integer arithmetic.
  *
- * nvcc and NVRTC make a kernel of KERNEL, whose block and thread the hardware counts.
- * A C compiler makes a function that does one block's threads one after the other; the
- * including file defines BLOCK, the block's number, REACHED, which notes that a branch
- * was taken, FETCHED, how many bytes a refresh takes, and VEC_TOUCHED, the address to
- * take for that of a vector.
+ * With nvcc and NVRTC, KERNEL defines a kernel.  With a C compiler, it defines a
+ * function that runs one block's threads one after another.  For that, the including
+ * file defines BLOCK, the block's index; REACHED(words), which records that a branch
+ * was taken; FETCHED(n_bytes), which records the bytes of a refresh; and VEC_TOUCHED,
+ * which checks a vector's address and returns it.
  */
 #ifndef PLI_KERNELS_WORDS_H
 #define PLI_KERNELS_WORDS_H
@@ -30,8 +30,8 @@
 #define AS_U32(value) __float_as_uint(value)
 #define AS_F64(bits) __longlong_as_double((long long)(bits))
 #define AS_U64(value) ((u64)__double_as_longlong(value))
-/* nvcc and NVRTC before 12.1 know no large parameters, nor does Pascal; and a driver
- * from before that may refuse the whole module for one kernel that has them. */
+/* nvcc and NVRTC before 12.1, and Pascal, lack large parameters.  A driver before 12.1
+ * may refuse the whole module if one kernel has them. */
 #ifndef PLI_TAKES_LARGE
 #define PLI_TAKES_LARGE 1
 #endif
@@ -45,7 +45,7 @@ typedef unsigned short u16;
 typedef unsigned u32;
 typedef unsigned long long u64;
 
-/* By all threads of a block: *to += what each has. */
+/* All threads of a block call it: *to += the sum of their values. */
 #define ADD_TO(to, value) add_of_warp((to), (value))
 DEVICE void add_of_warp(u64 *to, u64 value)
 {
@@ -91,9 +91,9 @@ DEFINE_AS(as_f64, u64, double)
 DEFINE_AS(as_u64, double, u64)
 #endif
 
-enum { BATCH = 4 }; /* vectors that a thread has under way */
+enum { BATCH = 4 }; /* vectors that a thread loads before its first store */
 
-/* What a thread loads and stores at once, by 16 bytes. */
+/* What a thread loads and stores at once, aligned to 16 bytes. */
 typedef struct ALIGNED(16) vec_u16 {
     u16 e[8];
 } vec_u16;
@@ -106,11 +106,11 @@ typedef struct ALIGNED(16) vec_u64 {
 
 #define LANES(word) ((u32)(sizeof(vec_##word) / sizeof(word)))
 
-/* Vectors of eight become eight floats a side: more than two would need more registers
- * than leave room for enough blocks. */
+/* A vector of eight words becomes eight floats for each operand.  More than two of them
+ * would need so many registers that too few blocks fit on a multiprocessor. */
 #define BATCH_OF(word) (LANES(word) > 4 ? BATCH / 2 : BATCH)
 
-/* Words from `at` to where vectors of this type begin. */
+/* Words from `at` to the next address that is aligned for a vector. */
 #define WORDS_TO_VEC(word, at)                                                         \
     ((u32)((0 - (u64)(at)) % sizeof(vec_##word) / sizeof(word)))
 
@@ -179,8 +179,8 @@ DEVICE u16 bf16_write(float value)
     return (u16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-/* Of a finite number.  What rounds up to the next power of two carries into the
- * exponent, and the largest exponent's carry is infinity. */
+/* For finite numbers.  Rounding up to the next power of two carries into the exponent,
+ * and a carry out of the largest exponent gives infinity. */
 DEVICE u16 f64_to_half(double value, int n_fraction, int least_normal)
 {
     const u64 bits = AS_U64(value);
@@ -222,8 +222,7 @@ DEVICE u32 f64_to_f32(double value)
     return AS_U32((float)value);
 }
 
-/* ---- all four floats: words to numbers of the type that they are added in, and back
- */
+/* ---- all four float types: from a word to the type of the sum, and back ---------- */
 
 typedef float f16_real;
 typedef float bf16_real;
@@ -236,7 +235,7 @@ typedef double f64_real;
 #define f64_write(value) AS_U64(value)
 #define f64_to_f64(value) AS_U64(value)
 
-/* Infinite, or no number. */
+/* Infinity or NaN. */
 #define f16_is_special(word) (((word) & 0x7c00) == 0x7c00)
 #define bf16_is_special(word) (((word) & 0x7f80) == 0x7f80)
 #define f32_is_special(word) (((word) & 0x7f800000u) == 0x7f800000u)

@@ -127,7 +127,7 @@ TEST(a_failure_that_is_no_misfit_is_told_as_it_is)
     driver_said.load_results[0] = MISFIT;
     driver_said.load_results[1] = 700;
     unload(load(90, PL_ESYS));
-    CHECK_SAYS("loading what NVRTC made");
+    CHECK_SAYS("loading the kernels that NVRTC compiled");
     CHECK(driver_said.n_loads == 2);
 }
 
@@ -145,7 +145,7 @@ TEST(without_any_kernels_one_error_says_what_to_do)
         unload(load(90, PL_EUNSUPPORTED));
         CHECK_SAYS("the driver serves CUDA 13.0",
                    "words of the driver (CUDA error 222)",
-                   i < 4 ? "NVRTC" : "loading what NVRTC made",
+                   i < 4 ? "NVRTC" : "kernels that NVRTC compiled",
                    "install a driver for CUDA 13 or later");
         if (i == 1)
             CHECK_SAYS("kernels.cu(1): what is this");
