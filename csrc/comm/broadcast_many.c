@@ -1,4 +1,4 @@
-/* broadcast_many.c - ranges packed into loads of the arena's size, and unpacked. */
+/* broadcast_many.c - packs ranges into loads of the arena's size, and unpacks them. */
 #include "comm/broadcast_many.h"
 
 #include <string.h>
@@ -21,7 +21,7 @@ static void move(pli_broadcast_many *self, void *to, const void *from, size_t n_
             (pl_move){.to = to, .from = from, .dtype = PL_U8, .n_elems = n_bytes};
 }
 
-/* Takes the cursor through the load under way; its bytes move, or are noted. */
+/* Advances the cursor through the current load; moves its bytes, or lists the moves. */
 static void move_load(pli_broadcast_many *self, pli_range_cursor *cursor,
                       arena_direction way)
 {
@@ -85,7 +85,7 @@ pl_status pli_broadcast_many_issue(pli_broadcast_many *self, pl_ticket *out)
     pl_comm *comm = self->comm;
     const pli_order order = {.ready = self->ready};
     pli_range_cursor cursor = self->next;
-    /* A group whose collectives do nothing leaves each rank what it has. */
+    /* If a group's collectives do nothing, each rank must keep its own data. */
     const int gives = comm->rank == self->root || pli_comm_is_group_comm(comm);
     self->op.n_elems = least(self->n_left, self->most_bytes);
     move_load(self, &cursor, gives ? TO_ARENA : PAST);

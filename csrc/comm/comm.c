@@ -1,4 +1,4 @@
-/* comm.c - the one door: every operation is checked here, whatever carries it. */
+/* comm.c - pl_comm_issue(): checks every operation, whatever carries it. */
 #include "comm.h"
 
 #include "core/hash.h"
@@ -18,7 +18,7 @@ uint64_t pli_op_hash(const pl_op *op)
     const uint64_t what =
         ((uint64_t)op->kind | (uint64_t)op->reduction << 4 | (uint64_t)op->dtype << 8 |
          (uint64_t)(uint32_t)op->root << 16) ^
-        (uint64_t)op->mark << 32; /* a root has not that many bits */
+        (uint64_t)op->mark << 32; /* a root has fewer than 16 bits */
     return pli_hash_with(pli_hash_with(what, op->offset_bytes), op->n_elems);
 }
 
@@ -130,7 +130,7 @@ size_t pl_comm_arena_bytes(const pl_comm *comm)
     return comm->arena_bytes;
 }
 
-/* ---- for a kind that stands on another ------------------------------------------ */
+/* ---- for a kind built on another ----------------------------------------------- */
 
 void pli_base_work(pl_comm *comm)
 {

@@ -1,12 +1,12 @@
-/* deadlock.c - two ranks that wait for one another in two worlds.
+/* deadlock.c - finds two ranks that wait for each other in two worlds.
  *
- * Where rank 0 runs backward through wrapper A and then B, and rank 1 through B and
- * then A, each waits at its first for gradients that the other computes after it:
+ * If rank 0 runs backward through wrapper A and then B, and rank 1 through B and then
+ * A, each waits in its first wrapper for gradients that the other computes later:
  *
  *     rank 0   A posted, waits -> rank 1          (B comes later)
  *     rank 1   B posted, waits -> rank 0          (A comes later)
  *
- * Nobody can help them, so they are told at once and not at the deadline.
+ * Neither can go on, so both fail after a short while and not at the deadline.
  */
 #include "shm_counters.h"
 
@@ -15,7 +15,7 @@ typedef struct wait {
     int rank;
 } wait;
 
-/* A rank of another world is the same process here, but may have another number. */
+/* A process may have another rank in another world. */
 static const pli_rank *find_process(const pli_shm_comm *world, uint64_t process)
 {
     for (int r = 0; r < world->super.world_size; r++) {
@@ -26,18 +26,18 @@ static const pli_rank *find_process(const pli_shm_comm *world, uint64_t process)
     return NULL;
 }
 
-/* Whether what a rank does last is to wait for the end of a step. */
+/* Whether the rank's last activity was to wait for the end of a step. */
 static int waits(const pli_rank *rank)
 {
     const uint32_t activity = atomic_load(&rank->activity);
     return activity == PL_FINISHING || activity == PL_JOINED;
 }
 
-/* Fails both worlds where it is so: the other rank must not find this one gone. */
+/* Fails both worlds if so: the other rank must not find this one gone instead. */
 static int fail_if_waits_for_us(const pl_comm *other, const void *context)
 {
     if (other->host == NULL)
-        return 0; /* of several hosts: what each shares is a world of its own */
+        return 0; /* of several hosts: the ranks of each host have a world too */
     const wait *at = context;
     const pli_shm_comm *there = (const pli_shm_comm *)(const void *)other;
     const pli_rank *peer_here = pli_rank_of(at->here->segment, at->rank);
@@ -45,11 +45,11 @@ static int fail_if_waits_for_us(const pl_comm *other, const void *context)
     const pli_rank *own_there = pli_rank_of(there->segment, there->super.rank);
     const pli_rank *peer_there = find_process(there, atomic_load(&peer_here->process));
     pli_failure failure;
-    /* A failed step is waited for no more, whatever the activity still says. */
+    /* Nothing waits for a failed step, whatever the activity still shows. */
     if (peer_there == NULL || atomic_load(&peer_there->life) != PLI_PRESENT ||
         pli_failure_stands(there, &failure))
         return 0;
-    /* They have posted what we have not, and do nothing but wait for it. */
+    /* The peer has posted what this rank has not, and only waits for it. */
     if (!waits(peer_there) ||
         atomic_load(&peer_there->posted) <= atomic_load(&own_there->posted) ||
         atomic_load(&peer_there->thread) != atomic_load(&peer_here->thread) ||

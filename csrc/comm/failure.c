@@ -1,5 +1,4 @@
-/* failure.c - who is to blame, in a number for the fast path and in a message for
- * people. */
+/* failure.c - records which rank is to blame, and reports it as a message. */
 #include "failure.h"
 
 #include <limits.h>
@@ -9,7 +8,7 @@
 #include "comm.h"
 #include "core/backoff.h"
 
-/* How long a report waits for the message that the culprit has promised. */
+/* How long a report waits for a message that the culprit has announced. */
 enum { MESSAGE_TIMEOUT_MS = 400 };
 
 static uint64_t pack(const pli_failure *failure)
@@ -76,7 +75,7 @@ done:
 void pli_wake_ranks(const pli_shm_segment *segment)
 {
     pli_header *header = pli_header_of(segment);
-    /* Sequentially consistent, as are the caller's store and the waiter's count and
+    /* Sequentially consistent, like the caller's store and the waiter's count and
      * loads: either this sees the waiter, or the waiter sees what was stored. */
     if (atomic_load(&header->n_waiters) == 0)
         return;
@@ -95,7 +94,7 @@ static const char *activity_text(const pli_rank *rank)
     return activity < PL_N_ACTIVITIES ? texts[activity] : "an unknown activity";
 }
 
-/* "step 12, in backward, operation 3": where a rank stands. */
+/* Where a rank is: "step 12, in backward, after operation 3". */
 static void describe(const pli_rank *rank, char *out, size_t out_bytes)
 {
     const uint64_t posted = atomic_load(&rank->posted);
@@ -105,14 +104,14 @@ static void describe(const pli_rank *rank, char *out, size_t out_bytes)
         (unsigned long long)(posted & ((UINT64_C(1) << PLI_EPOCH_SHIFT) - 1)));
 }
 
-/* With the title and a zero, into PLI_MESSAGE_BYTES + 64. */
+/* Copies the message, with title and final zero; `out` has PLI_MESSAGE_BYTES + 64. */
 static void copy_message(pli_rank *culprit, char *out)
 {
     const int64_t until = pli_now_ns() + MESSAGE_TIMEOUT_MS * PLI_MS;
     while (atomic_load(&culprit->message_state) == PLI_MESSAGE_FOLLOWS &&
            pli_now_ns() < until)
         pli_sleep_ns(2 * PLI_MS);
-    /* The rank may be about to say more: what counts is a copy of one writing. */
+    /* Another write may be under way: retry until the copy is of one write. */
     do {
         const uint32_t n_writes = atomic_load(&culprit->n_writes);
         out[0] = '\0';
@@ -161,7 +160,7 @@ static pl_status report_deadlock(int me, int r, const char *there, const char *h
 pl_status pli_failure_report(const pli_shm_segment *segment, const pli_failure *failure,
                              int me, const char *waiting_for)
 {
-    /* Any process of the segment can have written that number. */
+    /* Any process that maps the segment may have written that number. */
     const int is_known = failure->rank < segment->world_size;
     const pli_reason reason = is_known ? failure->reason : PLI_N_REASONS;
     pli_rank *culprit = pli_rank_of(segment, is_known ? failure->rank : me);

@@ -71,7 +71,7 @@ static pl_status group_progress(pl_comm *comm)
 
 static pl_status group_query(pl_comm *comm, pli_query what)
 {
-    (void)what; /* one that has failed stays so */
+    (void)what; /* a failed group comm stays failed */
     return check_phase(group_comm_of(comm));
 }
 
@@ -110,7 +110,7 @@ static void group_abort(pl_comm *comm, const char *message)
     fail(group_comm_of(comm), message);
 }
 
-/* Only the group's own wait tells, in the rank's thread. */
+/* Only the group's own wait can tell, in the rank's thread. */
 static int group_is_done(pl_comm *comm, pl_ticket ticket)
 {
     (void)comm;

@@ -1,4 +1,4 @@
-/* handshake.c - Unix sockets, one descriptor, and an eye on the peers meanwhile. */
+/* handshake.c - sends a descriptor over Unix sockets, and watches the peers. */
 #include "handshake.h"
 
 #include <errno.h>
@@ -22,7 +22,7 @@ enum {
     MOST_PEERS = 2 * PL_MAX_RANKS
 };
 
-/* A system call that is begun anew where a signal has ended it. */
+/* Repeats a system call that a signal has interrupted. */
 #define UNTIL_DONE(n, call)                                                            \
     do                                                                                 \
         (n) = PL_SYS(call);                                                            \
@@ -34,7 +34,7 @@ static void fill_address(const char *address, struct sockaddr_un *out,
     const size_t n = strnlen(address, PLI_ADDRESS_BYTES - 1);
     *out = (struct sockaddr_un){.sun_family = AF_UNIX};
     memcpy(out->sun_path + 1, address,
-           n); /* a leading zero: no file, nothing to unlink */
+           n); /* leading zero: abstract name, no file to unlink */
     *out_len = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
@@ -79,15 +79,15 @@ void pli_listener_destroy(pli_listener *listener)
     pli_free(listener);
 }
 
-/* What every wait of the construction asks, however often it is woken meanwhile. */
+/* State of one wait during construction, across its wake-ups. */
 typedef struct waiting {
     const pli_shm_options *options;
     const pli_watch *watch;
-    int64_t since_ns; /* the last sign of life */
+    int64_t since_ns; /* when a peer last showed life */
     int n_polls;
 } waiting;
 
-/* Waits a moment for any of `fds`.  PL_EPEER where a watched rank has ended and none is
+/* Waits briefly for any of `fds`.  PL_EPEER if a watched rank has ended and none is
  * readable; *n_ready may be 0. */
 static pl_status poll_peers(waiting *self, struct pollfd *fds, nfds_t n_fds,
                             int *n_ready)
@@ -131,9 +131,9 @@ done:
     return st;
 }
 
-/* ---- who connects to rank 0 ----------------------------------------------------- */
+/* ---- connections to rank 0 ----------------------------------------------------- */
 
-/* Those that have connected and sent nothing yet, the oldest first. */
+/* Peers that have connected and sent nothing yet, oldest first. */
 typedef struct pending_peers {
     int n;
     int fd[MOST_PEERS];
@@ -175,7 +175,7 @@ done:
     return st;
 }
 
-/* The process at the other end, where the kernel tells; pid 0: one that is not visible
+/* The process at the other end, if the kernel reports it; pid 0 if it is not visible
  * from here. */
 static int read_peer(int fd, struct ucred *out)
 {
@@ -185,8 +185,8 @@ static int read_peer(int fd, struct ucred *out)
     return status == 0;
 }
 
-/* Takes a rank of this world for what it says it is; PL_EINVAL, with a message for it,
- * where it is none. */
+/* Whether the peer is the rank it claims to be; PL_EINVAL if not, with a message for
+ * the peer. */
 static pl_status check_request(const pli_shm_options *options, const pli_watch *watch,
                                const pli_handshake_join *request,
                                const struct ucred *peer)
@@ -200,8 +200,8 @@ static pl_status check_request(const pli_shm_options *options, const pli_watch *
                 (int)peer->pid, r, options->pids[r]);
     if (peer->uid == geteuid())
         goto done;
-    /* Only processes of the same user have a say.  A rank that is known by its process
-     * can never come, though: no need to wait for it. */
+    /* Ignore a process of another user.  But if it is known to be this rank, the rank
+     * can never join: do not wait for it. */
     st = options->pids[r] > 0 && peer->pid == options->pids[r] ? PL_ESYS : PL_EINVAL;
     st = pli_fail(st,
                   "rank 0 runs as user %u and rank %d as user %u: they cannot share "
@@ -211,7 +211,7 @@ done:
     return st;
 }
 
-/* Reads what a peer has sent; it is a rank's socket then, or closed. */
+/* Reads a peer's request; the socket is then a rank's, or closed. */
 static pl_status read_request(const pli_shm_options *options, int fd, pli_watch *watch)
 {
     pl_status st = PL_OK;
@@ -240,7 +240,7 @@ done:
     return st;
 }
 
-/* Reads from all that have connected, side by side. */
+/* Reads from all connected peers, side by side. */
 static pl_status read_requests(const pli_shm_options *options,
                                const struct pollfd *polled, pending_peers *self,
                                pli_watch *watch)
@@ -328,7 +328,7 @@ done:
     return st;
 }
 
-/* Rank 0 is gone, or gave up over a rank that is. */
+/* Rank 0 is gone, or gave up because another rank is. */
 static pl_status fail_without_rank_0(const pli_shm_options *options,
                                      const pli_watch *watch)
 {
@@ -350,7 +350,7 @@ static pl_status receive_reply(const pli_shm_options *options, pli_watch *watch,
     struct msghdr packet = {.msg_iov = &part,
                             .msg_iovlen = 1,
                             .msg_control = control,
-                            /* For one: CMSG_SPACE() has room for two. */
+                            /* Exactly one: CMSG_SPACE() has room for two. */
                             .msg_controllen = CMSG_LEN(sizeof fd)};
     ssize_t n = 0;
     UNTIL_DONE(n, recvmsg(watch->ranks[0].socket, &packet, MSG_CMSG_CLOEXEC));

@@ -1,4 +1,4 @@
-/* hierarchy.c - a world of hosts: issuing, waiting, and its life. */
+/* hierarchy.c - a world of hosts: issuing, waiting, and lifetime. */
 #include "core/alloc.h"
 #include "hierarchy_state.h"
 
@@ -84,7 +84,7 @@ done:
 
 /* ---- waiting -------------------------------------------------------------------- */
 
-/* A leader waits for hosts, or for its own host's ranks. */
+/* A leader waits for other hosts, or for its own host's ranks. */
 static pl_status wait_as_leader(hierarchy *self)
 {
     pl_status st = PL_OK;
@@ -145,7 +145,7 @@ done:
     return st;
 }
 
-/* Everywhere: a host that has an operation's result has got every other's part. */
+/* On every rank: a host with an operation's result has every other host's part. */
 static int hierarchy_is_done(pl_comm *comm, pl_ticket ticket)
 {
     hierarchy *self = hierarchy_of(comm);
@@ -190,7 +190,7 @@ static pl_status hierarchy_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_n
     hierarchy *self = hierarchy_of(comm);
     PL_TRY(check_ticket(self, ticket));
     st = wait_for(self, ticket, slice_ns);
-    /* Whoever failed may have seen the end of what is waited for before. */
+    /* The rank that failed may have seen the awaited end before. */
     if (st != PL_OK && st != PL_EAGAIN && hierarchy_is_done(comm, ticket))
         st = PL_OK;
     if (st == PL_OK)
@@ -206,7 +206,7 @@ static void hierarchy_leave(pl_comm *comm)
     hierarchy *self = hierarchy_of(comm);
     pli_hierarchy_send_failure(self);
     if (self->links != NULL) {
-        /* For hosts that still wait for data of this one. */
+        /* For hosts that still wait for data from this one. */
         pli_spin_lock(&self->message_lock);
         if (atomic_load(&self->phase) == HIERARCHY_RUNNING && self->message[0] != '\0')
             pli_links_send_failure(self->links, self->message, 0);
@@ -247,7 +247,7 @@ static const pl_comm_ops hierarchy_ops = {
     .wait = hierarchy_wait,
     .recover = pli_hierarchy_recover,
     .abort = pli_hierarchy_abort,
-    .record_activity = pli_base_record_activity, /* recorded here already */
+    .record_activity = pli_base_record_activity,
     .set_failure_message = pli_hierarchy_set_failure_message,
     .forget = hierarchy_forget,
     .leave = hierarchy_leave,
@@ -307,7 +307,7 @@ pl_status pli_hierarchy_create(const pli_hierarchy_options *options, pl_comm **o
     PL_TRY(pli_cpu_sums(&self->sums));
     const size_t arena_bytes = pl_comm_arena_bytes(options->inner);
     self->super = (pl_comm){.ops = &hierarchy_ops,
-                            .base = options->inner, /* before others can meet this */
+                            .base = options->inner, /* before others can find this */
                             .arena = options->inner->arena,
                             .rank = options->rank,
                             .world_size = options->world_size,

@@ -1,4 +1,4 @@
-/* hierarchy_exchange.c - operations between hosts: what leaders send one another. */
+/* hierarchy_exchange.c - exchanges the data of operations between leaders. */
 #include <poll.h>
 
 #include "backend/cpu_scale.h"
@@ -7,18 +7,18 @@
 #include "shm_comm.h"
 
 enum {
-    SHARED_LEAST_BYTES = 1 << 16, /* that are saved where each leader adds up a part */
+    SHARED_LEAST_BYTES = 1 << 16, /* that adding up in parts must save */
     POLL_MS = 10,                 /* for the links alone */
-    POLL_BOTH_NS = 100 * 1000     /* ... while this host's ranks are waited for, too */
+    POLL_BOTH_NS = 100 * 1000     /* ... if this host's ranks are awaited, too */
 };
 
-/* Whether hosts' means are weighed by their numbers of ranks, which are unequal. */
+/* Whether means are weighed by the hosts' numbers of ranks, because these differ. */
 static int is_weighed(const hierarchy *self, const pl_op *op)
 {
     return op->kind == PL_ALL_REDUCE && op->reduction == PL_MEAN && !self->is_even;
 }
 
-/* By at most 1, and added up then, so that nothing overflows. */
+/* Scales by at most 1 before the addition, so that nothing overflows. */
 static void weigh(const hierarchy *self, const pl_op *op)
 {
     if (!is_weighed(self, op))
@@ -28,7 +28,7 @@ static void weigh(const hierarchy *self, const pl_op *op)
     pli_cpu_scale(&move, self->peers[self->host].n_ranks, self->super.world_size);
 }
 
-/* Sees which operations have gone up, in their order. */
+/* Finds which operations have gone up, in order. */
 static void see_reduced(hierarchy *self)
 {
     while (self->n_reduced < self->n_up) {
@@ -47,8 +47,8 @@ static size_t bytes_of(const pl_op *op)
     return op->kind == PL_BARRIER ? 0 : op->n_elems * pl_dtype_bytes(op->dtype);
 }
 
-/* Whether each leader adds up a part of the range, and not the whole: n hosts send
- * about 2 ranges each then in place of n - 1, and everyone waits twice. */
+/* Whether each leader adds up one part of the range instead of the whole: n hosts then
+ * send about 2 ranges each instead of n - 1, but every rank waits twice. */
 static int is_shared_out(const hierarchy *self, const pl_op *op)
 {
     return op->kind == PL_ALL_REDUCE && self->n_hosts > 2 &&
@@ -66,7 +66,7 @@ static pl_op part_of(const hierarchy *self, const pl_op *op, int host)
     return part;
 }
 
-/* What `host` gives of a range that has a block of each rank. */
+/* What `host` contributes to a range with one block per rank. */
 static pl_op blocks_of(const hierarchy *self, const pl_op *op, int host)
 {
     pl_op blocks = *op;
@@ -77,7 +77,7 @@ static pl_op blocks_of(const hierarchy *self, const pl_op *op, int host)
     return blocks;
 }
 
-/* What leader `from` sends to leader `to` of an operation, behind the head. */
+/* What leader `from` sends to leader `to` for an operation, after the head. */
 static pl_op sent_of(const hierarchy *self, const pl_op *op, int from, int to)
 {
     pl_op nothing = *op;
@@ -120,7 +120,7 @@ done:
     return st;
 }
 
-/* Begins to send `range` as what operation `number` has for a host, or goes on. */
+/* Begins or continues to send a host `range`, the data of operation `number`. */
 static pl_status send_range(hierarchy *self, int host, pli_link_stream link,
                             uint64_t number, const pl_op *range)
 {
@@ -137,7 +137,7 @@ done:
     return st;
 }
 
-/* Sends to a host what has gone up here. */
+/* Sends a host what has gone up here. */
 static pl_status send_data(hierarchy *self, int host)
 {
     pl_status st = PL_OK;
@@ -184,7 +184,7 @@ done:
     return st;
 }
 
-/* Receives what a host has for operation `number`, into `to`. */
+/* Receives a host's data for operation `number` into `to`. */
 static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
                                uint64_t number, char *to, size_t n_bytes)
 {
@@ -194,7 +194,7 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
     const struct iovec pieces[] = {
         {.iov_base = &flow->head, .iov_len = sizeof flow->head},
         {.iov_base = to, .iov_len = n_bytes}};
-    /* The head alone first: what another operation has sent must not be taken in. */
+    /* Receive the head alone first: data of another operation must not reach `to`. */
     if (flow->at < sizeof flow->head) {
         PL_TRY(pli_links_receive(self->links, host, link, pieces, 1, &flow->at));
         if (flow->at < sizeof flow->head)
@@ -216,7 +216,7 @@ done:
     return st;
 }
 
-/* Receives a host's part of the operation behind n_exchanged. */
+/* Receives a host's part of operation n_exchanged + 1. */
 static pl_status receive_data(hierarchy *self, int host, const pl_op *op)
 {
     pl_status st = PL_OK;
@@ -236,7 +236,7 @@ done:
     return st;
 }
 
-/* Of a range that is shared out: sends this leader's part, and receives a host's. */
+/* For a range that is shared out: sends this leader's part, and receives a host's. */
 static pl_status exchange_back(hierarchy *self, int host, const pl_op *op)
 {
     pl_status st = PL_OK;
@@ -271,8 +271,8 @@ static void add_up(const hierarchy *self, const pl_op *op)
                                                          .n_elems = part.n_elems});
 }
 
-/* Whether all hosts have given this leader their part of an operation, and have got
- * theirs. */
+/* Whether all hosts have sent this leader their part of an operation, and have been
+ * sent theirs. */
 static int has_exchanged(hierarchy *self, pli_link_stream link, uint64_t number)
 {
     for (int h = 0; h < self->n_hosts; h++)
@@ -282,8 +282,8 @@ static int has_exchanged(hierarchy *self, pli_link_stream link, uint64_t number)
     return 1;
 }
 
-/* Does what can be done of the operation behind n_exchanged; 0 where that is not yet
- * its end. */
+/* Does what can be done for operation n_exchanged + 1; *is_done is 0 unless it is
+ * finished. */
 static pl_status exchange(hierarchy *self, int *is_done)
 {
     pl_status st = PL_OK;
@@ -319,7 +319,7 @@ pl_status pli_hierarchy_exchange(hierarchy *self)
     for (int h = 0; h < self->n_hosts; h++)
         if (h != self->host)
             PL_TRY(send_data(self, h));
-    /* What comes is taken in as soon as it was issued here, be it added up later. */
+    /* Receive data once its operation is issued here, even if it is added up later. */
     while (is_done && self->n_exchanged < self->n_up)
         PL_TRY(exchange(self, &is_done));
 done:
@@ -380,7 +380,7 @@ done:
 }
 
 /* A host that this leader waits for: the last that has not sent its part, else the last
- * that has not sent it back. */
+ * that has not sent back its result. */
 static int late_host(hierarchy *self)
 {
     for (pli_link_stream link = PLI_LINK_DATA; link <= PLI_LINK_BACK; link++)
@@ -388,12 +388,12 @@ static int late_host(hierarchy *self)
             if (h != self->host &&
                 flow_of(self, h, 0, link)->n_done <= self->n_exchanged)
                 return h;
-    return self->host == 0 ? 1 : 0; /* one that takes nothing */
+    return self->host == 0 ? 1 : 0; /* a host that does not receive */
 }
 
 pl_status pli_hierarchy_check_deadline(hierarchy *self)
 {
     if (self->n_reduced < self->n_up)
-        self->last_sign_ns = 0; /* this host's ranks are waited for */
+        self->last_sign_ns = 0; /* it waits for this host's ranks */
     return pli_hierarchy_check_silence(self, self->n_exchanged + 1, late_host(self));
 }

@@ -1,12 +1,12 @@
-/* hierarchy_failure.c - what a leader says of failures, and how it gives a step up.
+/* hierarchy_failure.c - how a leader reports failures, and how it gives up a step.
  *
- * A leader whose host gives a step up ends the message that it has begun, and sends a
- * mark behind it, on every stream to every host: no more of this epoch will come.  A
- * host that needs more gives the step up too; one that does not has seen its end.
+ * A leader whose host gives up a step completes the message that it has begun, then
+ * sends a mark on every stream to every host: no more of this epoch will come.  A host
+ * that needs more gives up the step too; one that does not has seen the step's end.
  *
- * A host that is interrupted when it has sent its part of a step's last operation, and
- * has not seen its end, cannot know whether others will: weights may then differ from
- * host to host, so the world ends.
+ * A host may be interrupted after it sent its part of a step's last operation and
+ * before it saw the step's end.  It cannot know whether other hosts will see the end.
+ * Weights may then differ between hosts, so the world ends.
  */
 #include "hierarchy_state.h"
 
@@ -55,7 +55,7 @@ static void fail_inside(hierarchy *self, failure_kind kind, const char *message)
         self->super.base->host->end(self->super.base, message);
 }
 
-/* What this rank has to say itself: other hosts know by which host alone it is said. */
+/* Stores this rank's message, with its rank: other hosts know only the host. */
 static void put_own_words(hierarchy *self, const char *message)
 {
     enum { NAME_BYTES = 24 };
@@ -67,7 +67,7 @@ static void put_own_words(hierarchy *self, const char *message)
                        self->super.rank, tail);
 }
 
-/* Whose words these are: a rank's own, or what it was told or has found out. */
+/* OWN_WORDS get this rank's number in front; WHOLE_WORDS are complete. */
 typedef enum failure_words { OWN_WORDS, WHOLE_WORDS } failure_words;
 
 static void fail(hierarchy *self, failure_kind kind, failure_words whose,
@@ -107,7 +107,7 @@ void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message)
 
 /* ---- giving up ------------------------------------------------------------------ */
 
-/* Whether anything of an operation has been sent to anybody. */
+/* Whether any data of an operation has been sent to any host. */
 static int is_begun(const hierarchy *self, uint64_t number)
 {
     for (int h = 0; h < self->n_hosts; h++) {
@@ -122,7 +122,7 @@ static int is_begun(const hierarchy *self, uint64_t number)
 int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number)
 {
     if (number <= first_number_of(self->epoch))
-        return 1; /* nothing of an earlier epoch is left */
+        return 1; /* earlier epochs are finished */
     return number <= self->n_down &&
            (is_alone_on_host(self) ||
             self->super.base->ops->is_done(self->super.base,
@@ -137,7 +137,7 @@ static uint64_t end_of_round(const hierarchy *self, uint64_t number)
     return number;
 }
 
-/* Whether other hosts may see the end of a step of which this one does not. */
+/* Whether other hosts may see the end of a step that this one does not see. */
 static int may_end_elsewhere(const hierarchy *self)
 {
     const uint64_t first = first_number_of(self->epoch);
@@ -169,7 +169,7 @@ done:
 static pl_status send_marks(hierarchy *self, int host)
 {
     pl_status st = PL_OK;
-    /* The notice first: whoever meets the mark is to hear why. */
+    /* Send the notice first: a host that meets the mark needs the reason. */
     if (!pli_links_has_sent_failure(self->links, host))
         goto done;
     PL_TRY(send_mark(self, host, PLI_LINK_DATA));
@@ -251,7 +251,7 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self)
     return st;
 }
 
-/* Words that come before a failure, or behind one that has none. */
+/* Sets the message of a failure to come, or of one that has none yet. */
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
 {
     hierarchy *self = hierarchy_of(comm);

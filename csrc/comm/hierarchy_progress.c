@@ -1,9 +1,9 @@
-/* hierarchy_progress.c - what goes up, between hosts, and down, in its order; and what
- * a leader hears of other hosts meanwhile.
+/* hierarchy_progress.c - moves operations up, between hosts, and down, in order; reads
+ * what other hosts report meanwhile.
  *
- * Other hosts are heard by whoever waits for them.  Where the leader's own thread is
- * asleep in a call of the user's, for a GPU that waits for a peer, another thread's
- * query hears them, and tells them what has failed here.
+ * A thread that waits for other hosts reads their notices.  If the leader's own thread
+ * sleeps in a call by the user, such as for a GPU that waits for a peer, another
+ * thread's query reads them, and tells the other hosts what has failed here.
  */
 #include "hierarchy_state.h"
 
@@ -38,7 +38,7 @@ static int op_up(const hierarchy *self, const pl_op *op, pl_op *out)
     return 0;
 }
 
-/* ... and last. */
+/* ... and the part that it does last. */
 static int op_down(const hierarchy *self, const pl_op *op, pl_op *out)
 {
     *out = *op;
@@ -91,7 +91,7 @@ static pl_status exchange(hierarchy *self)
     return st;
 }
 
-/* Hands to the host's own world what its order allows: of operations that follow one
+/* Passes operations to the host's own world in its order: of operations that follow one
  * another, all go up before the first goes down. */
 static pl_status advance(hierarchy *self)
 {
@@ -127,19 +127,19 @@ pl_status pli_hierarchy_advance_unless_busy(hierarchy *self)
 {
     pl_status st = PL_OK;
     if (!pli_spin_try_lock(&self->busy))
-        return PL_OK; /* another thread is at it */
+        return PL_OK; /* another thread is doing so */
     if (self->n_down < self->n_issued || atomic_load(&self->given_up) == GIVEN_UP_HERE)
         st = pli_hierarchy_advance(self);
     pli_spin_unlock(&self->busy);
     return st;
 }
 
-/* ---- what other hosts say ------------------------------------------------------- */
+/* ---- notices of other hosts ---------------------------------------------------- */
 
-/* Another host may have finished an operation before its step failed, and this host may
- * still be at it.  What the other has sent decides: a mark follows its last message
+/* Another host may have finished an operation before its step failed, while this host
+ * has not.  What the other has sent decides: a mark follows its last message
  * (hierarchy_failure.c).  So the notice alone counts only when this host has finished
- * all that it has issued; before that, this takes in what has come. */
+ * all that it has issued; before that, this receives what has come. */
 static pl_status follow_hosts(hierarchy *self)
 {
     const pl_status st = pli_links_check_step(self->links);
@@ -149,7 +149,7 @@ static pl_status follow_hosts(hierarchy *self)
         pli_base_work(&self->super);
         return pli_hierarchy_advance(self);
     }
-    atomic_store(&self->given_up, GIVEN_UP_ELSEWHERE); /* or will be */
+    atomic_store(&self->given_up, GIVEN_UP_ELSEWHERE);
     pli_hierarchy_fail(self, STEP_FAILED, pl_error_message());
     pli_hierarchy_give_up(self);
     return st;

@@ -1,14 +1,14 @@
 /* hierarchy_recover.c - hosts leave a failed step behind, together.
  *
- * Each throws away what comes before the others' marks (hierarchy_failure.c), and when
- * all marks have come nothing of the step is left anywhere.
+ * Each host discards what comes before the others' marks (hierarchy_failure.c).  When
+ * all marks have come, nothing of the step is left anywhere.
  */
 #include "hierarchy_state.h"
 
 enum { RECOVER_POLL_MS = 10 };
 
-/* A host may be ahead by what it can have in flight, and sends no more at once than an
- * arena has: anything else is not to be waited for. */
+/* A host may be ahead by its operations in flight, and sends at most an arena at once.
+ * Fail on anything else instead of waiting for it. */
 static pl_status check_skipped(const hierarchy *self, int host,
                                const message_flow *flow)
 {
@@ -57,7 +57,7 @@ done:
     return st;
 }
 
-/* Does what can be done; *late: a host that is waited for, or -1. */
+/* Does what can be done; *late is a host that this one waits for, or -1. */
 static pl_status meet_hosts(hierarchy *self, pli_links_waited *waited, int *late)
 {
     pl_status st = PL_OK;
@@ -90,7 +90,7 @@ static pl_status recover_between(hierarchy *self, int64_t slice_ns)
     do {
         pli_links_waited waited;
         pli_spin_lock(&self->busy);
-        /* What has ended this host's world comes before what others made of it. */
+        /* Report what ended this host's world rather than what others made of it. */
         if (atomic_load(&self->phase) != HIERARCHY_ENDED)
             st = pli_hierarchy_check_hosts(self);
         pli_hierarchy_give_up(self);
@@ -139,8 +139,8 @@ static void begin_epoch(hierarchy *self)
     pli_spin_unlock(&self->busy);
 }
 
-/* Whether a leader has anything to leave behind; where a rank of its host has failed,
- * the others are told. */
+/* Whether a leader has a step to leave behind.  If a rank of its host has failed, tells
+ * the others. */
 static int has_failed(hierarchy *self)
 {
     pl_status st = PL_OK;
@@ -162,7 +162,7 @@ pl_status pli_hierarchy_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *ou
     if (self->links != NULL)
         PL_TRY(recover_between(self, slice_ns));
     st = pl_comm_recover(self->super.base, slice_ns,
-                         out); /* the others wait for a leader */
+                         out); /* other ranks wait for their leader */
     if (st != PL_OK && st != PL_EAGAIN)
         st = pli_hierarchy_fail_as_inside(self, st);
     PL_TRY(st);

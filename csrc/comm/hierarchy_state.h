@@ -1,4 +1,4 @@
-/* hierarchy_state.h - what a hierarchy holds; for the files hierarchy*.c alone. */
+/* hierarchy_state.h - state of a hierarchy; for hierarchy*.c only. */
 #ifndef PLI_HIERARCHY_STATE_H
 #define PLI_HIERARCHY_STATE_H
 
@@ -11,41 +11,41 @@
 
 enum { HIERARCHY_MESSAGE_BYTES = PLI_NOTICE_BYTES };
 
-/* A leader's: its host's ranks ask their own world. */
+/* Phase of a leader; the other ranks of a host ask their host's own world. */
 typedef enum hierarchy_phase {
     HIERARCHY_RUNNING,
     HIERARCHY_FAILED, /* until all hosts have left the step behind */
-    HIERARCHY_ENDED   /* for good */
+    HIERARCHY_ENDED   /* permanent */
 } hierarchy_phase;
 
-/* Which side has given this epoch's step up: it sends no more of it. */
+/* Which side has given up this epoch's step: it sends no more of it. */
 typedef enum hierarchy_given_up {
     GIVEN_UP_NOWHERE,
-    GIVEN_UP_ELSEWHERE, /* another host has, or is about to */
-    GIVEN_UP_HERE       /* marks are sent */
+    GIVEN_UP_ELSEWHERE, /* another host has, or will */
+    GIVEN_UP_HERE       /* this host sends marks */
 } hierarchy_given_up;
 
-/* What stands before each operation's bytes. */
+/* Precedes each operation's bytes. */
 typedef struct head {
     uint64_t number;
     uint64_t hash;
-    uint64_t n_bytes; /* behind it: whoever leaves a step behind skips them */
+    uint64_t n_bytes; /* after the head; skipped if the step is left behind */
 } head;
 
-/* How far a stream of messages has come, one an operation. */
+/* Progress of a stream of messages, one message per operation. */
 typedef struct message_flow {
     uint64_t n_done;
-    size_t at;    /* bytes of the next, its head among them */
-    head head;    /* of the next */
-    char *from;   /* what is sent behind it */
-    int is_reset; /* it has come to the mark between this epoch and the next */
+    size_t at;    /* bytes done of the next message, including its head */
+    head head;    /* of the next message */
+    char *from;   /* the data to send after the head */
+    int is_reset; /* the stream has reached the mark before the next epoch */
 } message_flow;
 
 enum { HIERARCHY_N_STREAMS = 2 }; /* PLI_LINK_DATA and PLI_LINK_BACK, in this order */
 
 typedef struct peer {
     message_flow out[HIERARCHY_N_STREAMS], in[HIERARCHY_N_STREAMS];
-    char *staging; /* what it has sent, to be added up */
+    char *staging; /* data it sent, to be added up */
     size_t staging_bytes;
     int first_rank;
     int n_ranks;
@@ -53,41 +53,41 @@ typedef struct peer {
 
 typedef struct operation {
     pl_op op;
-    pl_ticket up;    /* of the host's own world; 0: nothing goes up */
-    pl_ticket whole; /* ... and when all is done there, of those before, too */
+    pl_ticket up;    /* in the host's own world; 0: nothing goes up */
+    pl_ticket whole; /* ... when this and all operations before it are done there */
 } operation;
 
-/* Operations are counted from 1 in each epoch, and their numbers are epoch <<
+/* Operations are counted from 1 in each epoch; their numbers are epoch <<
  * PLI_EPOCH_SHIFT | count.  On a leader n_down <= n_exchanged <= n_added <= n_reduced
- * <= n_up <= n_issued; the three in the middle are a leader's alone. */
+ * <= n_up <= n_issued; only leaders use the three in the middle. */
 typedef struct hierarchy {
-    pl_comm super;    /* its base: the host's own world */
-    pli_links *links; /* NULL: this rank is no leader */
+    pl_comm super;    /* its base is the host's own world */
+    pli_links *links; /* NULL unless this rank is a leader */
     pli_progress *progress;
     const pli_sum_table *sums;
-    peer *peers; /* a host */
+    peer *peers; /* one per host */
     int n_hosts;
     int host;
-    int is_even; /* every host has as many ranks */
+    int is_even; /* all hosts have the same number of ranks */
     int64_t deadline_ns;
     operation *ring;
     size_t ring_ops;
-    uint64_t epoch;      /* how often a step was left behind; alike on all leaders */
-    atomic_int given_up; /* hierarchy_given_up; any thread sends failures */
+    uint64_t epoch;      /* how many steps were left behind; equal on all leaders */
+    atomic_int given_up; /* hierarchy_given_up; any thread may send failures */
     uint64_t n_issued;
-    uint64_t n_up;        /* handed to the host's own world */
-    uint64_t n_reduced;   /* have gone up, on all ranks of the host */
-    uint64_t n_added;     /* this leader's part is added up, by at most one ahead of: */
-    uint64_t n_exchanged; /* between hosts */
-    uint64_t n_down;      /* handed to the host's own world again */
-    uint64_t n_whole;     /* the last that nothing follows */
-    pl_ticket last_inner; /* of the host's own world */
+    uint64_t n_up;        /* passed to the host's own world */
+    uint64_t n_reduced;   /* gone up, on all ranks of the host */
+    uint64_t n_added;     /* this leader's part is added up; at most n_exchanged + 1 */
+    uint64_t n_exchanged; /* exchanged between hosts */
+    uint64_t n_down;      /* passed to the host's own world again */
+    uint64_t n_whole;     /* the last that no other follows */
+    pl_ticket last_inner; /* the last ticket of the host's own world */
     _Atomic uint64_t n_done;
-    int64_t last_sign_ns;     /* when anything went on; while somebody waits */
-    int64_t sent_waiting_ns;  /* ... of the silence that others know of */
-    atomic_flag busy;         /* a thread is at what stands above */
+    int64_t last_sign_ns;     /* of the last progress during a wait; 0: just now */
+    int64_t sent_waiting_ns;  /* last_sign_ns of the silence that other hosts know of */
+    atomic_flag busy;         /* held while a thread uses the fields above */
     atomic_int phase;         /* hierarchy_phase; any thread may abort */
-    atomic_int is_unsent;     /* failed, and the other hosts do not know yet */
+    atomic_int is_unsent;     /* failed, and the other hosts have not been told */
     atomic_flag message_lock; /* any thread may fail the step, and any other read why */
     char message[HIERARCHY_MESSAGE_BYTES];
 } hierarchy;
@@ -130,68 +130,68 @@ static inline unsigned long long count_of(uint64_t number)
 pl_status pli_hierarchy_check(hierarchy *self) PL_MUST_USE;
 
 typedef enum failure_kind {
-    STEP_FAILED, /* hosts can leave it behind */
+    STEP_FAILED, /* all hosts can leave it behind */
     WORLD_FAILED
 } failure_kind;
 
-/* Fails this rank's world, and tells all ranks of all hosts; NULL: the words follow.
- * What has failed before stands. */
+/* Fails this rank's world, and tells all ranks of all hosts; NULL: the message follows.
+ * An earlier failure stands. */
 void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message);
 
-/* ... with what the host's own world has just met, whose ranks know: st, which is
- * returned, and its words. */
+/* Likewise, with the failure `st` that the host's own world has just met, and its
+ * message; the host's ranks know of it.  Returns `st`. */
 pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st) PL_MUST_USE;
 
-/* ... with what leaders have just met. */
+/* Likewise, with what leaders have just met. */
 void pli_hierarchy_fail_between(hierarchy *self);
 
-/* Of pl_comm_ops. */
+/* Function of pl_comm_ops. */
 pl_status pli_hierarchy_query(pl_comm *comm, pli_query what) PL_MUST_USE;
 
-/* A leader's: what other hosts have to say of that. */
+/* On a leader: the same query about the other hosts. */
 pl_status pli_hierarchy_query_hosts(hierarchy *self, pli_query what) PL_MUST_USE;
 
-/* PL_EPEER where another host has said that it can do no more. */
+/* PL_EPEER if another host has reported that it cannot go on. */
 pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
 
-/* Does what can be done of the operations that were issued, or fails where the world
- * has; the lock is held. */
+/* Advances the issued operations as far as possible, or fails if the world has; call it
+ * with the lock held. */
 pl_status pli_hierarchy_advance(hierarchy *self) PL_MUST_USE;
 
-/* ... unless another thread is at it, or there is nothing to do. */
+/* Likewise, unless another thread is doing so or there is nothing to do. */
 pl_status pli_hierarchy_advance_unless_busy(hierarchy *self) PL_MUST_USE;
 
-/* A step has failed here: sends each other host, behind what it receives, the mark that
- * no more will come, as far as that can be sent now (hierarchy_failure.c). */
+/* After a failure of the step here: sends each other host, after its data, the mark
+ * that no more will come, as far as possible without waiting (hierarchy_failure.c). */
 void pli_hierarchy_give_up(hierarchy *self);
 
-/* ... by any thread, but not before the words of the failure. */
+/* Likewise, from any thread, but not before the failure's message is sent. */
 void pli_hierarchy_give_up_unless_words_follow(hierarchy *self);
 
 /* Tells the other hosts of a failure, once. */
 void pli_hierarchy_send_failure(hierarchy *self);
 
-/* Of pl_comm_ops. */
+/* Functions of pl_comm_ops. */
 void pli_hierarchy_abort(pl_comm *comm, const char *message);
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message);
 
-/* Of pl_comm_ops (hierarchy_recover.c). */
+/* Function of pl_comm_ops (hierarchy_recover.c). */
 pl_status pli_hierarchy_recover(pl_comm *comm, int64_t slice_ns,
                                 pl_recovery *out) PL_MUST_USE;
 
 /* Whether all ranks of this host have the result of an operation. */
 int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number);
 
-/* Where an epoch's operations begin; on the wire the mark before it. */
+/* The number before an epoch's first operation; also the mark before the epoch. */
 static inline uint64_t first_number_of(uint64_t epoch)
 {
     return epoch << PLI_EPOCH_SHIFT;
 }
 
-/* Sees what has gone up, sends it, and takes in what other hosts have sent. */
+/* Finds what has gone up, sends it, and receives what other hosts have sent. */
 pl_status pli_hierarchy_exchange(hierarchy *self) PL_MUST_USE;
 
-/* Goes on with a message, its head and what is behind it, as far as can be. */
+/* Continues a message, its head and its data, as far as possible without waiting. */
 pl_status pli_hierarchy_send(hierarchy *self, int host,
                              pli_link_stream link) PL_MUST_USE;
 
@@ -200,14 +200,14 @@ static inline int is_whole(const message_flow *flow)
     return flow->at == sizeof flow->head + flow->head.n_bytes;
 }
 
-/* Lists what a leader waits for between hosts, and how long it may sleep for it. */
+/* Lists what a leader waits for between hosts; returns how long it may sleep. */
 int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waited);
 
-/* PL_ETIMEOUT where nothing has come for too long; it names a host. */
+/* PL_ETIMEOUT, with the name of a host, if nothing has come for too long. */
 pl_status pli_hierarchy_check_deadline(hierarchy *self) PL_MUST_USE;
 
-/* ... this one, in operation `number`, or one that it waits for; last_sign_ns is when
- * anything came, 0: just now. */
+/* Likewise, for `host` in operation `number`, or for a host that `host` waits for.
+ * last_sign_ns is when data last came; 0: just now. */
 pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number,
                                       int host) PL_MUST_USE;
 

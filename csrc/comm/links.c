@@ -1,4 +1,4 @@
-/* links.c - bytes between the leaders of hosts. */
+/* links.c - sends and receives bytes between the leaders of hosts. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/socket.h>
@@ -8,7 +8,7 @@
 #include "core/clock.h"
 #include "links_state.h"
 
-enum { MOST_PIECES = 72 }; /* in one system call */
+enum { MOST_PIECES = 72 }; /* per system call */
 
 static void close_connection(connection *link)
 {
@@ -90,7 +90,7 @@ const char *pli_links_name(const pli_links *self, int host)
 
 /* ---- data ----------------------------------------------------------------------- */
 
-/* What is left of a message behind its first `at` bytes. */
+/* What is left of a message after its first `at` bytes. */
 static int rest_of(const struct iovec *pieces, int n_pieces, size_t at,
                    struct iovec *rest)
 {

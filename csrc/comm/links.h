@@ -1,9 +1,9 @@
-/* links.h - connections between the leaders of hosts: one rank of each host.
+/* links.h - connections between the leaders of hosts, one leader per host.
  *
- * Two leaders share three connected sockets.  PLI_LINK_NOTICE is silent until a
- * leader's step fails: it then says why, and in which epoch; after each failure that is
- * left behind a new epoch begins.  Nothing here waits but pli_links_poll(); whoever has
- * something to send or to receive comes by again.
+ * Two leaders share three connected sockets.  On PLI_LINK_NOTICE a leader sends why its
+ * step failed, and in which epoch, or that it has waited long.  After each failure that
+ * the hosts leave behind, a new epoch begins.  Only pli_links_poll() waits; to send or
+ * receive the rest of a message, call again.
  */
 #ifndef PLI_LINKS_H
 #define PLI_LINKS_H
@@ -16,7 +16,7 @@
 typedef enum pli_link_stream {
     PLI_LINK_NOTICE, /* why a leader's step has failed */
     PLI_LINK_DATA,
-    PLI_LINK_BACK, /* of a reduction that is cut up: what has become of each part */
+    PLI_LINK_BACK, /* of a reduction that is cut up: the result of each part */
     PLI_N_LINK_STREAMS
 } pli_link_stream;
 
@@ -24,14 +24,14 @@ enum { PLI_MAX_HOSTS = 1024, PLI_NOTICE_BYTES = 2048 };
 
 typedef struct pli_links pli_links;
 
-/* What a host's leader is called in messages: its host's number and ranks. */
+/* Messages name this leader by `rank` and other hosts by `names`. */
 typedef struct pli_links_options {
     int n_hosts;
-    int host;       /* this one's number */
-    int rank;       /* ... and its leader's */
-    const int *fds; /* PLI_N_LINK_STREAMS sockets a host; this one's are not read.
-                       Duplicated */
-    const char *const *names; /* of each host, with its ranks; copied */
+    int host;       /* number of this host */
+    int rank;       /* rank of its leader */
+    const int *fds; /* PLI_N_LINK_STREAMS sockets per host; duplicated.  Those of this
+                       host are not read */
+    const char *const *names; /* one per host, with its ranks; copied */
 } pli_links_options;
 
 pl_status pli_links_create(const pli_links_options *options,
@@ -40,9 +40,9 @@ pl_status pli_links_create(const pli_links_options *options,
 /* Closes the sockets; NULL is allowed. */
 void pli_links_destroy(pli_links *self);
 
-/* Sends and receives what can be at once of a message in several pieces, behind the
- * first *at bytes of it, and moves *at on.  PL_EPEER names the host that is gone, with
- * what it had to say. */
+/* Sends or receives, without waiting, bytes of a message in several pieces from byte
+ * *at on, and advances *at.  PL_EPEER names a host that is gone, with the reason it
+ * sent. */
 pl_status pli_links_send(pli_links *self, int host, pli_link_stream stream,
                          const struct iovec *pieces, int n_pieces,
                          size_t *at) PL_MUST_USE;
@@ -50,40 +50,41 @@ pl_status pli_links_receive(pli_links *self, int host, pli_link_stream stream,
                             const struct iovec *pieces, int n_pieces,
                             size_t *at) PL_MUST_USE;
 
-/* PL_EPEER where a host has said that it can do no more. */
+/* PL_EPEER if a host has reported that it cannot go on. */
 pl_status pli_links_check(pli_links *self) PL_MUST_USE;
 
-/* ... and where one has said that the step of this epoch has failed there. */
+/* Likewise, or if a host has reported that the step of this epoch failed there. */
 pl_status pli_links_check_step(pli_links *self) PL_MUST_USE;
 
-/* ... and where one has gone, be it with its part done. */
+/* As pli_links_check(), or if a host is gone, even if it has done its part. */
 pl_status pli_links_check_present(pli_links *self) PL_MUST_USE;
 
-/* PL_EPEER with what a host has said, or is about to, of a step that failed there. */
+/* PL_EPEER with the reason that a host sent, or is about to, for its failed step. */
 pl_status pli_links_read_notice(pli_links *self, int host) PL_MUST_USE;
 
-/* Sends every host why the step of this epoch fails here; maybe another failed it. */
+/* Sends every host why the step of this epoch failed here.  is_anothers: this host only
+ * follows a failure of another. */
 void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers);
 
-/* Whether all of that has been sent to a host; sends what can be. */
+/* Whether a host has been sent all of that; sends what it can. */
 int pli_links_has_sent_failure(pli_links *self, int host);
 
-/* Sends every host which one this one has been waiting for, long, in operation
- * `number`; and the host at the end of such words: one that waits for none. */
+/* Tells every host which one this host has waited for, long, in operation `number`.
+ * pli_links_waited_for() follows such reports to a host that waits for none. */
 void pli_links_send_waiting(pli_links *self, uint64_t number, int host);
 int pli_links_waited_for(pli_links *self, uint64_t number, int host);
 
-/* What hosts say of failures concerns the next epoch from now on. */
+/* Reports of failures concern `epoch` from now on. */
 void pli_links_begin_epoch(pli_links *self, uint64_t epoch);
 
-/* Sends every host why this one can do no more; nothing can be sent after it.  NULL: it
- * leaves as it should. */
+/* Sends every host why this one cannot go on; nothing can be sent afterwards.  NULL:
+ * this host leaves normally. */
 void pli_links_end(pli_links *self, const char *reason);
 
-/* In a forked child: closes its copies, so that others see when the parent ends. */
+/* In a forked child: closes its copies, so that peers see when the parent ends. */
 void pli_links_forget(pli_links *self);
 
-/* What a sleep is for: a notice of any host, and what is added. */
+/* What a sleep waits for: a notice of any host, and the streams added. */
 typedef struct pli_links_waited {
     struct pollfd fds[PLI_MAX_HOSTS * (PLI_N_LINK_STREAMS + 1)];
     int n;
@@ -93,7 +94,7 @@ void pli_links_poll_init(const pli_links *self, pli_links_waited *waited);
 void pli_links_poll_add(const pli_links *self, pli_links_waited *waited, int host,
                         pli_link_stream stream, short events);
 
-/* Returns when one of them can go on, or most_ns have passed. */
+/* Returns when one of them is ready, or after most_ns. */
 void pli_links_poll(pli_links_waited *waited, int64_t most_ns);
 
 /* "ranks 2, 3 (host 1)" */

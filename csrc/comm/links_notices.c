@@ -1,4 +1,4 @@
-/* links_notices.c - what leaders send one another of failures. */
+/* links_notices.c - what leaders tell one another about failures. */
 #include <errno.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -8,15 +8,15 @@
 #include "core/backoff.h"
 #include "links_state.h"
 
-enum { NOTICE_WAIT_MS = 300 }; /* for the words of a host whose connection has ended */
+enum { NOTICE_WAIT_MS = 300 }; /* for the notice of a host whose connection has ended */
 
-/* Takes what has come whole. */
+/* Takes a notice that has arrived in full. */
 static void take_notice(connection *link)
 {
     notice *coming = &link->coming;
     if (link->n_coming < NOTICE_HEAD_BYTES)
         return;
-    if (coming->n_bytes >= sizeof coming->text) { /* no leader says that */
+    if (coming->n_bytes >= sizeof coming->text) { /* no leader sends so much */
         link->has_ended = 1;
         return;
     }
@@ -33,7 +33,7 @@ static void take_notice(connection *link)
     link->n_coming = 0;
 }
 
-/* Reads what a host has to say, without waiting. */
+/* Reads a host's notices, without waiting. */
 static void read_notices(connection *link)
 {
     while (!link->has_ended) {
@@ -59,7 +59,7 @@ static int has_received_end(const connection *link)
     return link->has_notice && link->last.kind == NOTICE_ENDED;
 }
 
-/* Whether what a host has sent is of what this one does now. */
+/* Whether a host's last notice concerns what this host does now. */
 static int concerns(const connection *link)
 {
     return has_received_end(link) ||
@@ -79,7 +79,7 @@ static pl_status fail_by_notice(const connection *link)
                     link->last.text);
 }
 
-/* Waits for the words that a host is about to send. */
+/* Waits for a notice that the host is about to send. */
 static void await_notice(connection *link)
 {
     struct pollfd more = {.fd = link->fds[PLI_LINK_NOTICE], .events = POLLIN};
@@ -114,7 +114,7 @@ pl_status pli_links_check(pli_links *self)
         if (h == self->host)
             continue;
         read_notices(link);
-        if (has_received_end(link)) /* one that leaves has sent its part */
+        if (has_received_end(link)) /* a host that left normally has sent its part */
             PL_TRY(fail_by_notice(link));
     }
 done:
@@ -150,7 +150,7 @@ pl_status pli_links_read_notice(pli_links *self, int host)
     if (!concerns(from))
         return pli_fail(PL_EPEER, "rank %d: the step of %s failed", self->rank,
                         from->name);
-    /* Better the words of the host where it began. */
+    /* Prefer the reason of the host where the failure began. */
     for (int h = 0; h < self->n_hosts && from->last.kind == NOTICE_FOLLOWED; h++) {
         connection *link = &self->links[h];
         if (h != self->host)
@@ -177,7 +177,7 @@ static void send_notice(connection *link)
         if (n > 0)
             link->n_sent += (size_t)n;
         else if (n == 0 || errno != EINTR)
-            return; /* later, or whoever sends data sees what is the matter */
+            return; /* later; after an error, the next transfer of data fails */
     }
 }
 
@@ -191,7 +191,7 @@ static void begin_notice(connection *link, const notice *sent)
     if (!is_sent(link))
         send_notice(link);
     if (!is_sent(link))
-        return; /* what stands before it is sent first */
+        return; /* the notice before it is sent first */
     link->sent = *sent;
     link->n_sent = 0;
     send_notice(link);
@@ -206,7 +206,7 @@ static void send_locked(pli_links *self, notice *sent, const char *reason)
             begin_notice(&self->links[h], sent);
 }
 
-/* Any thread's; in a forked child nothing is said. */
+/* Any thread may call it.  A forked child sends nothing. */
 static void send_to_all(pli_links *self, notice *sent, const char *reason)
 {
     if (self->owner_pid != getpid())
@@ -231,7 +231,7 @@ void pli_links_send_waiting(pli_links *self, uint64_t number, int host)
 
 int pli_links_waited_for(pli_links *self, uint64_t number, int host)
 {
-    for (int n = 0; n < self->n_hosts; n++) { /* or they wait for one another */
+    for (int n = 0; n < self->n_hosts; n++) { /* they may wait in a cycle */
         connection *link = &self->links[host];
         if (host == self->host)
             break;
@@ -267,7 +267,7 @@ void pli_links_end(pli_links *self, const char *reason)
 {
     notice sent = {.epoch = self->epoch, .kind = NOTICE_ENDED};
     if (self->owner_pid != getpid())
-        return; /* a child's copies of the sockets say nothing as they close */
+        return; /* a child's copies of the sockets close silently */
     pli_spin_lock(&self->is_sending);
     if (!self->has_ended) {
         if (reason != NULL)

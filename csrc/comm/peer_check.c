@@ -1,12 +1,12 @@
-/* peer_check.c - is a rank that is waited for gone, dead, or beyond the deadline? */
+/* peer_check.c - is a rank that others wait for gone, dead, or past the deadline? */
 #include "core/clock.h"
 #include "core/hash.h"
 #include "shm_counters.h"
 
-enum { DEADLOCK_MS = 500 }; /* before ranks are taken to wait for one another */
+enum { DEADLOCK_MS = 500 }; /* of silence, before a check for deadlock */
 
-/* Of those below `least`: one that has left, else the one that is furthest behind in
- * posting, for which the rest may be waiting too, else in doing; or -1. */
+/* Picks a rank below `least`: one that has left, else the one furthest behind in
+ * posting, for which the rest may be waiting too, else in doing; -1 if none. */
 static int culprit_of(const pli_shm_comm *self, pli_counter counter, uint64_t least)
 {
     int culprit = -1;
@@ -32,7 +32,7 @@ int pli_peers_blame_dead(const pli_shm_comm *self, pli_counter counter, uint64_t
     for (int end = 0; end < PLI_N_ENDS; end++) {
         int r = -1;
         while ((r = pli_watch_ended(&self->watch, (pli_end)end, r + 1)) >= 0) {
-            /* One that did all that is waited for has failed nobody yet. */
+            /* A rank that has done everything awaited is not to blame yet. */
             if (counter(self, r) >= least)
                 continue;
             pli_epoch_fail(self, r, pli_rank_has_left(self, r) ? PLI_LEFT : PLI_DIED);
@@ -62,7 +62,7 @@ void pli_peers_check(pli_shm_comm *self, pli_counter counter, uint64_t least)
         self->silent_since_ns = now;
     }
     const int is_late = now - self->silent_since_ns > self->deadline_ns;
-    /* Of many ranks, each looks less often: one that looks tells all. */
+    /* With many ranks, each looks less often: the first to find a failure tells all. */
     const int n_looks = 1 + self->super.world_size / 32;
     if ((is_late || ++self->n_checks % (unsigned)n_looks == 0) &&
         pli_peers_blame_dead(self, counter, least))

@@ -1,4 +1,4 @@
-/* peer_watch.c - processes and sockets of the peers, asked without waiting. */
+/* peer_watch.c - polls the peers' processes and sockets without waiting. */
 #include "peer_watch.h"
 
 #include <poll.h>
@@ -6,7 +6,7 @@
 
 #include "core/alloc.h"
 
-enum { AT_ONCE = 256 }; /* descriptors in one system call */
+enum { AT_ONCE = 256 }; /* descriptors per system call */
 
 pl_status pli_watch_init(pli_watch *watch, int n_ranks)
 {
@@ -29,11 +29,11 @@ pl_status pli_watch_add(pli_watch *watch, pli_processes *processes, int rank, in
     return st;
 }
 
-/* What is readable once `end` has come; -1: no descriptor is. */
+/* The descriptor that becomes readable at `end`; -1 if none does. */
 static int descriptor_of(const pli_watched *rank, pli_end end)
 {
     if (end == PLI_SOCKET_CLOSED)
-        return rank->socket; /* peers send nothing later */
+        return rank->socket; /* peers send nothing more */
     return rank->process != NULL ? pli_process_descriptor(rank->process) : -1;
 }
 

@@ -87,7 +87,7 @@ void pli_progress_leave(pli_progress *progress, const pl_comm *comm)
 
 void pli_progress_others(pli_progress *progress, const pl_comm *but)
 {
-    /* Whoever holds the lock is doing just this, or changing the list briefly. */
+    /* The thread that holds the lock does the same, or changes the list briefly. */
     if (progress == NULL || pthread_mutex_trylock(&progress->lock) != 0)
         return;
     for (size_t i = 0; i < progress->n_comms; i++)

@@ -138,7 +138,7 @@ pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
     segment = (pli_shm_segment){.fd = -1};
 done:
     if (st != PL_OK)
-        segment.fd = -1; /* the caller's still */
+        segment.fd = -1; /* still owned by the caller */
     pli_segment_fini(&segment);
     return st;
 }
@@ -150,7 +150,7 @@ pl_status pli_segment_populate(const pli_shm_segment *segment, int rank)
     if (PL_SYS(madvise(pli_arena_of(segment, rank), segment->arena_bytes,
                        MADV_POPULATE_WRITE)) == 0)
         goto done;
-    /* An older kernel: reserve the pages at least. */
+    /* Older kernel: at least reserve the pages. */
     if (segment->fd < 0) {
         memset(pli_arena_of(segment, rank), 0, segment->arena_bytes);
         goto done;
@@ -164,8 +164,8 @@ done:
 
 void pli_segment_keep_from_children(const pli_shm_segment *segment, int rank)
 {
-    /* A child keeps its copy of this rank's own arena, for the gradients that its
-     * parent's tensors show; failure costs memory in a child, nothing else. */
+    /* A child keeps its copy of this rank's own arena, because its parent's tensors
+     * show gradients there.  If the call fails, it only costs the child memory. */
     char *own = pli_arena_of(segment, rank);
     char *end = segment->base + segment->map_bytes;
     (void)madvise(segment->base, (size_t)(own - segment->base), MADV_DONTFORK);

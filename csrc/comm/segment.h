@@ -4,11 +4,10 @@
  *   | header  | rank states | tags, per rank   | arena 0 | arena 1 | ...
  *   +---------+-------------+------------------+---------+---------+-----
  *
- * The segment is one memfd: it has no name, so nothing is left of it once every
- * process that mapped it is gone, however that went.  One that no other process maps
- * needs no file.  A counter is written by one rank, read by all, and only grows; its
- * number is epoch << PLI_EPOCH_SHIFT | n, so that a new epoch outruns everything of the
- * old one.
+ * The segment is one memfd.  It has no name, so nothing is left of it once every
+ * process that mapped it has ended, in whatever way.  A segment of one process needs no
+ * file.  Each counter has one writer, is read by all, and only grows.  Its value is
+ * epoch << PLI_EPOCH_SHIFT | n, so that a new epoch exceeds all values of the old ones.
  */
 #ifndef PLI_SEGMENT_H
 #define PLI_SEGMENT_H
@@ -23,13 +22,13 @@ enum { PLI_EPOCH_SHIFT = 40, PLI_MESSAGE_BYTES = 6144 };
 /* Why a world failed.  After PLI_RAISED it can go on in a new epoch; the other
  * reasons are final. */
 typedef enum pli_reason {
-    PLI_RAISED,   /* a rank's step failed, and the rank said so */
-    PLI_DIED,     /* a rank's process ended without a word */
-    PLI_LEFT,     /* a rank said goodbye while others waited for it */
+    PLI_RAISED,   /* a rank's step failed, and the rank reported it */
+    PLI_DIED,     /* a rank's process ended without a report */
+    PLI_LEFT,     /* a rank left while others waited for it */
     PLI_LATE,     /* a rank kept the others waiting beyond the deadline */
     PLI_MISMATCH, /* a rank issued another operation than the rest */
-    PLI_DEADLOCK, /* two ranks wait for one another, in two worlds */
-    PLI_ENDED,    /* the world of several hosts, to which this one belongs, is over */
+    PLI_DEADLOCK, /* two ranks wait for each other, in two worlds */
+    PLI_ENDED,    /* the world of several hosts around this one has ended */
     PLI_N_REASONS
 } pli_reason;
 
@@ -52,7 +51,7 @@ typedef struct pli_header {
     _Atomic uint64_t raised; /* the last that was not final: maybe its cause */
     _Alignas(PL_CACHE_LINE) _Atomic uint32_t wakeup; /* futex word */
     _Atomic uint32_t n_waiters;
-    /* The last operation that all are known to have posted, and to have done: see
+    /* The last operation that all ranks are known to have posted, and to have done: see
      * shm_counters.c. */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t all_posted;
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t all_done;
@@ -63,17 +62,16 @@ typedef struct pli_rank {
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t posted; /* operations issued */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t done;   /* operations it did its part of */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t epoch;
-    _Atomic uint64_t done_before; /* `done` at the end of the last epoch that it ran */
+    _Atomic uint64_t done_before; /* `done` at the end of its previous epoch */
     _Atomic uint64_t notice;      /* see pli_host_ops */
     _Atomic uint64_t step;
     _Atomic uint32_t activity; /* pl_activity */
-    _Atomic uint32_t thread;   /* which of the rank's threads said so */
+    _Atomic uint32_t thread;   /* the thread of the rank that set it */
     _Atomic uint32_t life;     /* pli_life */
     _Atomic int32_t pid;       /* as the rank itself sees it */
-    _Atomic uint64_t process;  /* pli_progress_process(): alike in all worlds of it */
+    _Atomic uint64_t process;  /* pli_progress_process(): equal in all its worlds */
     _Atomic uint32_t message_state;
-    _Atomic uint32_t
-        n_writes; /* of the message, begun and ended: odd while one is under way */
+    _Atomic uint32_t n_writes; /* begun and ended, of the message: odd during a write */
     char message[PLI_MESSAGE_BYTES];
 } pli_rank;
 
@@ -83,11 +81,11 @@ typedef enum pli_segment_kind {
 } pli_segment_kind;
 
 typedef struct pli_shm_segment {
-    atomic_int n_users; /* ranks of this process, as those of tests */
+    atomic_int n_users; /* ranks in this process; tests have several */
     int fd;             /* -1: anonymous */
-    int owner_pid;      /* a forked child has holes where it was mapped: see below */
+    int owner_pid;      /* a forked child lacks most of the mapping: see below */
     int world_size;
-    int first_rank; /* what rank 0 here is called in messages: see hierarchy.h */
+    int first_rank; /* number of rank 0 in messages: see hierarchy.h */
     uint32_t ring_ops;
     size_t arena_bytes; /* rounded up to pages */
     size_t map_bytes;
@@ -95,31 +93,30 @@ typedef struct pli_shm_segment {
     char *base;
 } pli_shm_segment;
 
-/* The smallest power of two that holds n_ops operations in flight. */
+/* A power of two, at least 64, that holds n_ops operations in flight. */
 uint32_t pli_ring_ops(size_t n_ops);
 
 /* Makes the memory and maps it.  ring_ops is a power of two. */
 pl_status pli_segment_create(pli_segment_kind kind, int world_size, size_t arena_bytes,
                              uint32_t ring_ops, pli_shm_segment *out) PL_MUST_USE;
 
-/* Maps a segment that a peer made; takes the descriptor over on success. */
+/* Maps a segment that a peer made; on success owns the descriptor. */
 pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
                             uint32_t ring_ops, pli_shm_segment *out) PL_MUST_USE;
 
-/* Gives one rank's arena its pages now, so that a memory limit is an error here
+/* Allocates the pages of one rank's arena now, so that a memory limit is an error here
  * and not a SIGBUS later. */
 pl_status pli_segment_populate(const pli_shm_segment *segment, int rank) PL_MUST_USE;
 
-/* Keeps the peers' part of the segment, and all of its own that is no arena, out of
- * forked children: new memory of a child may take their place, so a child neither reads
- * nor unmaps them. */
+/* Keeps all but this rank's own arena out of forked children.  New memory of a child
+ * may lie at these addresses, so a child neither reads nor unmaps them. */
 void pli_segment_keep_from_children(const pli_shm_segment *segment, int rank);
 
-/* Says that a rank is there, and who it is. */
+/* Publishes that a rank is present, with its process and thread. */
 void pli_segment_enter(const pli_shm_segment *segment, int rank, int pid,
                        uint64_t process, uint32_t thread);
 
-/* In a forked child, it leaves everything as it is. */
+/* Does nothing in a forked child. */
 void pli_segment_fini(pli_shm_segment *segment);
 
 static inline pli_header *pli_header_of(const pli_shm_segment *segment)
@@ -132,7 +129,7 @@ static inline pli_rank *pli_rank_of(const pli_shm_segment *segment, int rank)
     return (pli_rank *)(void *)(segment->base + sizeof(pli_header)) + rank;
 }
 
-/* What a rank's operations were: one word each, the ring of its last ring_ops. */
+/* Tags of a rank's operations: one word each, in a ring of the last ring_ops. */
 static inline _Atomic uint64_t *pli_tags_of(const pli_shm_segment *segment, int rank)
 {
     return (_Atomic uint64_t *)(void *)pli_rank_of(segment, segment->world_size) +

@@ -1,4 +1,4 @@
-/* shm_comm.c - posting operations in shared memory, failing, and a world's life. */
+/* shm_comm.c - posts operations in shared memory; failure, recovery and lifetime. */
 #include "shm_comm.h"
 
 #include <sched.h>
@@ -13,7 +13,7 @@
 
 enum {
     SPINS_WITH_CORES = 1000, /* pauses before a sleep: 20 to 40 us */
-    SPINS_CROWDED = 100      /* ... where ranks outnumber cores */
+    SPINS_CROWDED = 100      /* ... if ranks outnumber cores */
 };
 
 static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *order,
@@ -32,7 +32,7 @@ static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
                 "%s cannot be reduced that way: the mean takes floating point "
                 "types, the maximum integers",
                 pl_dtype_text(op->dtype));
-    /* A peer that lags may still compare what the ring would now forget. */
+    /* A lagging peer may still compare the tag that this would overwrite. */
     if (n > self->segment->ring_ops &&
         !pli_have_all_done(self, pli_epoch_base(self) + n - self->segment->ring_ops))
         PL_FAIL(PL_ESTATE, "more than %u operations in flight: wait for some",
@@ -68,7 +68,7 @@ static pl_status shm_check_peers(pl_comm *comm)
     return pli_shm_check(self, ", waiting");
 }
 
-/* A rank that has left well may have done so with its part done. */
+/* Does not fail the world: a rank that left normally may have done its part. */
 static pl_status check_gone(const pli_shm_comm *self)
 {
     pl_status st = PL_OK;
@@ -114,9 +114,9 @@ done:
     return st;
 }
 
-/* ---- failing, and going on ------------------------------------------------------ */
+/* ---- failure and recovery ------------------------------------------------------- */
 
-/* No message follows, where one was to. */
+/* Withdraws an announced message that will not follow. */
 static void break_promise(pli_rank *mine)
 {
     uint32_t promised = PLI_MESSAGE_FOLLOWS;
@@ -130,19 +130,19 @@ static void shm_set_failure_message(pl_comm *comm, const char *message)
     pli_shm_comm *self = pli_shm_of(comm);
     pli_rank *mine = pli_rank_of(self->segment, comm->rank);
     if (getpid() != self->owner_pid)
-        return;            /* a forked child has holes where the world was mapped */
-    if (message == NULL) { /* what this rank has failed by is yet to be read */
+        return;            /* a forked child lacks most of the mapping */
+    if (message == NULL) { /* peers may not have read why this rank failed */
         if (pli_failure_stands(self, &failure) && failure.rank == comm->rank)
             break_promise(mine);
         else
             atomic_store(&mine->message_state, PLI_MESSAGE_NONE);
         return;
     }
-    /* The end of a traceback says most. */
+    /* The end of a traceback matters most. */
     const char *from = pli_text_tail(message, PLI_MESSAGE_BYTES - 1);
-    pli_spin_lock(&self->is_writing); /* a watchdog may abort just now */
+    pli_spin_lock(&self->is_writing); /* a watchdog may abort at the same time */
     atomic_fetch_add(&mine->n_writes, 1);
-    for (size_t i = 0, n = strlen(from); i <= n; i++) /* others may read this */
+    for (size_t i = 0, n = strlen(from); i <= n; i++) /* peers may read it */
         __atomic_store_n(&mine->message[i], from[i], __ATOMIC_RELAXED);
     atomic_store(&mine->message_state, PLI_MESSAGE_READY);
     atomic_fetch_add(&mine->n_writes, 1);
@@ -168,24 +168,24 @@ static void shm_end(pl_comm *comm, const char *message)
     if (getpid() != self->owner_pid)
         return;
     shm_set_failure_message(comm, message);
-    /* Behind a step's failure, which ranks may be about to leave behind. */
+    /* One epoch on: ranks may be about to leave a failed step behind. */
     pli_failure_set(self->segment, &(pli_failure){.epoch = self->epoch + 1,
                                                   .rank = comm->rank,
                                                   .reason = PLI_ENDED});
 }
 
-/* Takes up the epoch behind the one that failed. */
+/* Enters the epoch after the one that failed. */
 static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
 {
     pli_rank *mine = pli_rank_of(self->segment, self->super.rank);
-    pli_spin_lock(&self->busy); /* a thread ends its part of an aborted operation */
+    pli_spin_lock(&self->busy); /* wait for a part of an aborted operation */
     if (self->phase == PLI_RUNNING)
         atomic_store(&mine->done_before, pli_epoch_base(self) + self->n_done);
     self->epoch = failure->epoch + 1;
     atomic_store(&self->n_posted, 0);
     self->n_done = 0;
     pli_spin_unlock(&self->busy);
-    /* A message that is there stays until everyone has had the time to read it. */
+    /* Keep a message that is there: every peer needs time to read it. */
     break_promise(mine);
     self->silent_since_ns = 0;
     atomic_store(&mine->posted, pli_epoch_base(self));
@@ -194,15 +194,15 @@ static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
     pli_wake_ranks(self->segment);
 }
 
-/* Whether this rank must leave its epoch, be it while it recovers. */
+/* Whether this rank must leave its epoch, even while it recovers. */
 static int has_failed(const pli_shm_comm *self, pli_failure *out)
 {
     if (!pli_failure_stands(self, out))
         return 0;
     if (self->phase == PLI_RUNNING || out->rank == self->super.rank)
         return 1;
-    /* Where all have come to this epoch, it has begun, and what failed is the step in
-     * it: this rank will meet that failure there. */
+    /* If all ranks have reached this epoch, it has begun, and a step in it has failed:
+     * this rank will meet that failure there. */
     return pli_laggard(self, pli_counter_epoch, self->epoch) >= 0;
 }
 
@@ -222,7 +222,7 @@ static pl_status shm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
             goto done;
         }
         st = pli_shm_wait_for(self, pli_counter_epoch, self->epoch, slice_ns);
-    } while (st == PL_EPEER); /* a recovery that another aborts is begun anew */
+    } while (st == PL_EPEER); /* start again if another rank aborts the recovery */
     PL_TRY(st);
     shm_set_failure_message(comm, NULL);
     self->phase = PLI_RUNNING;
@@ -231,7 +231,7 @@ done:
     return st;
 }
 
-/* Tells the threads of this process apart; never 0. */
+/* A number for each thread of this process; never 0. */
 static uint32_t thread_number(void)
 {
     static _Atomic uint32_t n_threads;
@@ -251,7 +251,7 @@ static void shm_record_activity(pl_comm *comm, pl_activity activity, uint64_t st
 
 static void shm_forget(pl_comm *comm)
 {
-    (void)comm; /* what a child inherits is closed with it */
+    (void)comm; /* a child's copies close when it ends */
 }
 
 static off_t own_offset(pl_comm *comm, size_t offset_bytes)
@@ -267,7 +267,7 @@ static pl_status shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
     pl_status st = PL_OK;
     const pli_shm_segment *segment = pli_shm_of(comm)->segment;
     const off_t at = own_offset(comm, offset_bytes);
-    /* Without a file, mremap() maps the same pages again: for an old size of 0. */
+    /* Without a file, mremap() with an old size of 0 maps the same pages again. */
     void *memory =
         segment->fd >= 0
             ? PL_SYS_PTR(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
@@ -315,7 +315,7 @@ static void shm_destroy(pl_comm *comm)
     pli_shm_comm *self = pli_shm_of(comm);
     pli_progress_leave(self->progress, comm);
     shm_leave(comm);
-    if (getpid() == self->owner_pid) /* a child may have closed what it inherited */
+    if (getpid() == self->owner_pid) /* a child may have closed its copies */
         pli_watch_fini(&self->watch);
     pli_shm_segment_release(self->segment);
     pli_free(self->ring);
@@ -378,7 +378,7 @@ pl_status pli_shm_comm_create(const pli_shm_comm_options *options, pli_shm_comm 
     PL_TRY(pli_cpu_sums(&self->sums));
     PL_TRY(pli_calloc(segment->ring_ops, sizeof *self->ring, "operations in flight",
                       &self->ring));
-    self->segment = segment; /* before others can meet this world */
+    self->segment = segment; /* before others can find this world */
     PL_TRY(pli_progress_join(options->progress, &self->super));
     self->progress = options->progress;
     pli_segment_enter(segment, options->rank, options->pid,

@@ -1,10 +1,10 @@
-/* shm_counters.c - what all ranks have come to, which the last of them tells the rest.
+/* shm_counters.c - the last rank to post or finish an operation tells the rest.
  *
- * To post an operation, or to do a part of it, is one store.  Each rank then looks at
- * the others as far as the first that is behind; the last to come finds none, writes
- * the operation's number into the header and wakes all.  So a rank that waits reads one
- * word, however many the ranks are, and is woken when it can go on.  The last may die
- * before it says so: who is about to sleep looks at every rank, too.
+ * Posting an operation, or doing a part of it, is one store.  Each rank then looks at
+ * the others up to the first that is behind.  The last rank finds none behind, writes
+ * the operation's number into the header and wakes all.  So a waiting rank reads one
+ * word, however many ranks there are, and is woken when it can go on.  As the last rank
+ * may die before it writes, a rank also looks at every other before it sleeps.
  */
 #include "shm_counters.h"
 
@@ -28,9 +28,9 @@ static uint64_t tag_at(const pli_shm_comm *self, int rank, size_t slot)
                                 memory_order_relaxed);
 }
 
-/* The rank with whom the fewest agree; of several one at a barrier, where a rank waits
- * that has changed its model, else the last: every rank finds the same one, whoever
- * looks first. */
+/* The rank with which the fewest agree.  Of several, one at a barrier, where a rank
+ * that has changed its model waits, else the last: every rank finds the same one,
+ * whichever looks first. */
 static int odd_one_out(const pli_shm_comm *self, size_t slot)
 {
     int odd = 0;
@@ -60,7 +60,7 @@ static int is_same_everywhere(const pli_shm_comm *self, size_t slot)
     return 1;
 }
 
-/* Tells all ranks that all have come to `number`. */
+/* Tells all ranks that all have reached `number`. */
 static void say(const pli_shm_comm *self, _Atomic uint64_t *word, uint64_t number)
 {
     uint64_t told = atomic_load(word);

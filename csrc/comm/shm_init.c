@@ -1,5 +1,4 @@
-/* shm_init.c - ranks that are processes: the segment is made, sent, mapped and filled.
- */
+/* shm_init.c - makes, sends, maps and fills the segment of ranks that are processes. */
 #include "shm_init.h"
 
 #include <fcntl.h>
@@ -21,7 +20,7 @@ done:
     return st;
 }
 
-/* Rank 0: makes the segment and gives it to all, or tells all that it could not. */
+/* Rank 0: makes the segment and sends it to all, or tells all that it could not. */
 static pl_status lead(const pli_shm_options *options, const pli_listener *listener,
                       pli_watch *watch, pli_shm_segment *out)
 {
@@ -34,7 +33,7 @@ static pl_status lead(const pli_shm_options *options, const pli_listener *listen
                               &segment));
     for (int r = 1; r < options->world_size; r++) {
         reply.is_sure = pli_watch_is_sure(watch, r);
-        /* One that has gone meanwhile is found, and named, when the ranks meet. */
+        /* A rank that is gone by now is found, and named, when the ranks meet. */
         const pl_status answered =
             pli_handshake_answer(watch->ranks[r].socket, &reply, segment.fd);
         if (answered != PL_EPEER)
@@ -50,7 +49,7 @@ done:
             if (watch->ranks[r].socket >= 0)
                 (void)!pli_handshake_answer(watch->ranks[r].socket, &reply, -1);
         (void)!pli_fail(st, "%s",
-                        reply.message); /* the first message, not an answer's */
+                        reply.message); /* keep the first message, not an answer's */
     }
     pli_segment_fini(&segment);
     return st;
@@ -71,7 +70,8 @@ done:
     return st;
 }
 
-/* The first operation of every world: all have mapped it and have their pages. */
+/* The first operation of every world: after it, all ranks have mapped the segment and
+ * have their pages. */
 static pl_status meet(const pli_shm_options *options, pl_comm *comm)
 {
     pl_status st = PL_OK;
@@ -113,7 +113,7 @@ pl_status pli_shm_create(const pli_shm_options *options, pli_listener *listener,
                                                     .deadline_ns = options->deadline_ns,
                                                     .pid = getpid()},
                             &comm));
-    made = NULL; /* the world's from here on */
+    made = NULL; /* owned by the comm from here on */
     comm->watch = watch;
     watch = (pli_watch){.n_ranks = 0};
     PL_TRY(pli_segment_populate(comm->segment, options->rank));

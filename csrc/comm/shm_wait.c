@@ -1,10 +1,10 @@
-/* shm_wait.c - doing this rank's part, and waiting for what the others do: operations,
- * epochs and notices.
+/* shm_wait.c - does this rank's parts, and waits for the others: operations, epochs and
+ * notices.
  *
  * A notice is a bit that a rank leaves for the peers between two operations.  All ranks
- * issue the same operations, so "behind the operations issued so far, the n-th time" is
+ * issue the same operations, so "after the operations issued so far, the n-th time" is
  * the same point of the program on each.  A rank that leaves the bit does not wait; one
- * that wants it waits until that rank has been there.
+ * that needs it waits until that rank has reached the point.
  */
 #include "core/backoff.h"
 #include "shm_counters.h"
@@ -30,7 +30,7 @@ void pli_shm_work(pl_comm *comm)
     const _Atomic uint64_t *all_posted = &pli_header_of(self->segment)->all_posted;
     pli_failure failure;
     if (!pli_spin_try_lock(&self->busy))
-        return; /* another thread is at it */
+        return; /* another thread is doing so */
     while (self->n_done < atomic_load_explicit(&self->n_posted, memory_order_acquire)) {
         const uint64_t n = self->n_done + 1;
         if (!pli_all_have(self, all_posted, pli_epoch_base(self) + n) ||
@@ -52,7 +52,7 @@ static int have_all_come(const pli_shm_comm *self, pli_counter counter, uint64_t
                                        : pli_laggard(self, counter, least) < 0;
 }
 
-/* ... as far as that is known without a look at every rank. */
+/* Likewise, as far as is known without looking at every rank. */
 static int is_said_to_have_come(const pli_shm_comm *self, pli_counter counter,
                                 uint64_t least)
 {
@@ -88,7 +88,7 @@ pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t lea
     int is_failed = 0;
     for (;;) {
         pli_shm_work(&self->super);
-        /* Whoever failed may have seen the end of what is waited for before. */
+        /* The rank that failed may have seen the awaited end before. */
         is_failed = pli_failure_stands(self, &failure);
         if (is_said_to_have_come(self, counter, least) ||
             (is_failed && have_all_come(self, counter, least)))
@@ -129,7 +129,7 @@ void pli_shm_notify(pl_comm *comm, unsigned n, unsigned bit)
     pli_wake_ranks(self->segment);
 }
 
-/* Whether a rank is at a barrier that this one has not come to: it has changed its
+/* Whether a rank is at a barrier that this one has not reached: it has changed its
  * model.  See odd_one_out(). */
 static int is_at_barrier(const pli_shm_comm *self, int rank)
 {
@@ -160,7 +160,7 @@ pl_status pli_shm_await_notice(pl_comm *comm, int rank, unsigned n, int64_t slic
                 "record gradients, or wrap the model with broadcast_buffers=False",
                 comm->rank, rank);
     if (st == PL_EAGAIN && is_at_barrier(self, rank)) {
-        *bit = 1; /* what this rank issues then is what both find to differ */
+        *bit = 1; /* both then find that this rank's next operation differs */
         st = PL_OK;
         goto done;
     }

@@ -1,4 +1,5 @@
-/* window.c - showing, counting, and leaving memory to those who still see it. */
+/* window.c - makes windows, counts their views, and leaves retired memory to the
+ * views. */
 #include "window.h"
 
 #include <sys/mman.h>
