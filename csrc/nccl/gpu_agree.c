@@ -1,7 +1,7 @@
-/* gpu_agree.c - what the ranks of a GPU world tell one another by its base.
+/* gpu_agree.c - agreement between the ranks of a GPU world, through its base.
  *
- * To agree, each rank gives all the others one word: none enters NCCL, or goes on,
- * where another could not, and which that was is told to all.
+ * To agree, each rank sends one word to all others.  If a rank has failed, no rank
+ * enters NCCL or goes on, and every rank gets the failed rank's message.
  */
 #include <stdio.h>
 #include <string.h>
@@ -12,8 +12,8 @@
 
 enum {
     SLICE_MS = 100,
-    HEARSAY_MS = 200,  /* for the base to know what NCCL has met; at most ... */
-    HEARSAY_PART = 100 /* ... this part of the deadline */
+    HEARSAY_MS = 200,  /* for the base to see what NCCL reports; at most ... */
+    HEARSAY_PART = 100 /* ... deadline / 100 */
 };
 _Static_assert((int)PLI_NCCL_ID_BYTES <= (int)PLI_GPU_BOARD_BYTES,
                "the id has its place");
@@ -24,7 +24,6 @@ size_t pli_gpu_board_bytes(int world_size)
     return n_bytes < PLI_GPU_BOARD_BYTES ? PLI_GPU_BOARD_BYTES : n_bytes;
 }
 
-/* The base's memory for what is said here. */
 char *pli_gpu_comm_board(const pli_gpu_comm *self)
 {
     return self->super.arena + self->super.host_bytes;
@@ -46,7 +45,6 @@ pl_status pli_gpu_comm_poll_base(void *context)
     return st == PL_OK ? pli_comm_check_peers(self->super.base) : st;
 }
 
-/* Does one of the base's operations on the board's first n_bytes. */
 pl_status pli_gpu_comm_talk(const pli_gpu_comm *self, pl_op_kind kind, int root,
                             size_t n_bytes)
 {
@@ -65,7 +63,7 @@ done:
     return st;
 }
 
-/* What each rank says: a status, and how it was made. */
+/* A rank's word: its status, and a hash of its sizes and accumulation. */
 static uint32_t state_of_rank(const pli_gpu_comm *self, pl_status st)
 {
     const uint64_t sizes =
@@ -74,7 +72,7 @@ static uint32_t state_of_rank(const pli_gpu_comm *self, pl_status st)
     return (uint32_t)(made & 0xffffff) << 8 | (uint32_t)st;
 }
 
-/* The first failed rank's message, on every rank. */
+/* Sends the failed rank's message to every rank, and fails with it. */
 static pl_status report(pli_gpu_comm *self, int culprit, const char *own)
 {
     pl_status st = PL_OK;
@@ -95,10 +93,11 @@ static pl_status compare(const pli_gpu_comm *self, const uint32_t *states)
     pl_status st = PL_OK;
     for (int r = 0; r < self->super.world_size; r++)
         if (states[r] >> 8 != states[self->super.rank] >> 8)
-            PL_FAIL(PL_EMISMATCH,
-                    "rank %d: rank %d has a world of other sizes, or adds in another "
-                    "way: the ranks must wrap the same model, with the same options",
-                    self->super.rank, r);
+            PL_FAIL(
+                PL_EMISMATCH,
+                "rank %d: rank %d has a world of different sizes, or sums differently: "
+                "all ranks must wrap the same model with the same options",
+                self->super.rank, r);
 done:
     return st;
 }
@@ -126,7 +125,7 @@ done:
 
 pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st)
 {
-    /* NCCL may hear of a peer's end a moment before this process can see it. */
+    /* NCCL may report a peer's end shortly before this process can see it. */
     const int is_of_network = st == PL_ESYS || st == PL_EPEER;
     const int64_t most_ns = self->deadline_ns / HEARSAY_PART;
     pli_backoff waiting = pli_backoff_begin(

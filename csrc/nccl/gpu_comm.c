@@ -10,7 +10,7 @@
 #include "core/hash.h"
 #include "gpu_comm_state.h"
 
-enum { FLUSH_MS = 500 }; /* that destroy waits for NCCL to hand over what is sent */
+enum { FLUSH_MS = 500 }; /* destroy waits while NCCL flushes */
 
 static pli_gpu_comm *gpu_comm_of(pl_comm *comm)
 {
@@ -52,14 +52,14 @@ static pl_status issue_on_host(pli_gpu_comm *self, const pl_op *op, pl_ticket *o
         PL_FAIL(PL_EINVAL,
                 "%zu bytes at byte %zu are partly on the host, partly on the device",
                 n_bytes, op->offset_bytes);
-    /* The base compares what ranks issue; so it does this for NCCL, which cannot. */
+    /* The base compares the marks, and so the device operations, which NCCL cannot. */
     marked.mark = (unsigned)self->hash;
     PL_TRY(pli_gpu_comm_after(self, issue_on_base(self, &marked, out)));
 done:
     return st;
 }
 
-/* Asked behind an operation, which has brought the side stream into the capture. */
+/* Call after an operation: it has brought the side stream into the capture. */
 static pl_status read_capture(pli_gpu_comm *self, int *is_captured)
 {
     pl_status st = PL_OK;
@@ -74,7 +74,7 @@ done:
     return st;
 }
 
-/* Records what follows the operation by. */
+/* Records an event after the operation, to track it by. */
 static pl_status record_op(pli_gpu_comm *self, const pl_op *op)
 {
     pl_status st = PL_OK;
@@ -147,8 +147,8 @@ static pl_status gpu_check_peers(pl_comm *comm)
                        : pli_gpu_comm_after(self, pli_comm_check_peers(comm->base));
 }
 
-/* Where every rank has done its part of the step's host operations the step is over, on
- * all ranks, though one may have failed in the next by now. */
+/* If every rank has done its part of the step's host operations, the step is over on
+ * all ranks, even if one has failed in the next step by now. */
 static pl_status gpu_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 {
     pl_status st = PL_OK;
@@ -173,7 +173,7 @@ static pl_status gpu_order(pl_comm *comm, pl_stream *stream)
     pli_pool_add_reader(self->pool, stream);
     if (self->last == NULL)
         goto done;
-    /* What is captured waits for what is captured, and nothing else for that. */
+    /* Captured work waits for captured work only, other work for other work only. */
     PL_TRY(pli_cuda_is_capturing(self->backend, stream, &is_captured));
     if ((is_captured != 0) == (self->last == self->captured))
         PL_TRY(self->backend->ops->event_wait(self->backend, self->last, stream));
@@ -181,7 +181,7 @@ done:
     return st;
 }
 
-/* A captured stream is left alone: its work is in the graph, or nowhere. */
+/* A captured stream is left alone: all its work is in the graph. */
 static void gpu_follow(pl_comm *comm, pl_stream *stream)
 {
     pli_gpu_comm *self = gpu_comm_of(comm);
@@ -194,7 +194,7 @@ static void gpu_follow(pl_comm *comm, pl_stream *stream)
         (void)!backend->ops->event_wait(backend, self->drained, self->side);
 }
 
-/* ---- messages and memory--------------------------------------------------------- */
+/* ---- messages and memory -------------------------------------------------------- */
 
 static void gpu_abort(pl_comm *comm, const char *message)
 {
@@ -237,10 +237,10 @@ static pl_status gpu_renew(pl_comm *comm)
     PL_TRY(pli_pool_take(self->pool, &fresh));
     if (self->is_registered && fresh->handle == NULL) {
         fresh->handle = pli_nccl_register(self->nccl, &fresh->memory);
-        if (fresh->handle == NULL) { /* all ranks' memory is, or none's */
+        if (fresh->handle == NULL) { /* registered on all ranks, or on none */
             pli_pool_discard(self->pool, fresh);
             PL_FAIL(PL_ENOMEM,
-                    "rank %d: NCCL cannot register %zu bytes more for gradients",
+                    "rank %d: NCCL cannot register %zu more bytes for gradients",
                     comm->rank, comm->arena_bytes - comm->host_bytes);
         }
     }
@@ -278,30 +278,31 @@ static void end_watch(pli_gpu_comm *self)
     self->watchdog = NULL;
 }
 
-/* Where all is well: what the device was given, and the peers need, is done first. */
+/* If all is well, first finishes the device's work, which the peers need. */
 static void end_well(pli_gpu_comm *self)
 {
     pli_inflight_op oldest = {.n = 0};
     if (atomic_load(&self->phase) == PLI_GPU_RUNNING && pli_gpu_comm_drain(self) &&
         pli_inflight_oldest(&self->inflight, &oldest) == PL_OK && oldest.n == 0) {
-        /* To deregister asks a peer's proxy: the watchdog ends a call that it does not
-         * answer.  A graph may be replaying what the ring knows nothing of. */
+        /* Deregistering asks a peer's proxy: if that does not answer, the watchdog ends
+         * the call.  A graph may be replaying operations that the ring does not
+         * hold. */
         if (!atomic_load(&self->is_captured) || pli_pool_await(self->pool)) {
             pli_nccl_deregister(self->nccl, self->staging_handle);
             pli_pool_deregister(self->pool, self->nccl);
         }
-        /* A communicator that has ended looks to the watchdog like an aborted one. */
+        /* The watchdog would take an ended communicator for an aborted one. */
         end_watch(self);
         pli_nccl_finish(self->nccl, FLUSH_MS * PLI_MS);
     }
 }
 
-/* All but the base. */
+/* Frees all but the base. */
 static void tear_down(pli_gpu_comm *self)
 {
     end_watch(self);
     if (self->is_left)
-        return; /* all of it may still be written to */
+        return; /* the helper thread may still write to all of it */
     pli_nccl_destroy(self->nccl);
     if (self->pool != NULL)
         pli_pool_deregister(self->pool, NULL);
@@ -321,7 +322,7 @@ static void gpu_destroy(pl_comm *comm)
 {
     pli_gpu_comm *self = gpu_comm_of(comm);
     pl_comm *base = comm->base;
-    /* In a forked child the device and all threads are the parent's. */
+    /* In a forked child the device and all threads belong to the parent. */
     if (self->owner_pid == getpid()) {
         end_well(self);
         tear_down(self);
@@ -363,14 +364,14 @@ static pl_status check_options(const pli_gpu_comm_options *options)
     if (options->host_bytes % PL_CACHE_LINE != 0 || room < board_bytes ||
         options->host_bytes > room - board_bytes)
         PL_FAIL(PL_EINVAL,
-                "a GPU world's host memory is %zu bytes, and its base has %zu: "
-                "give whole cache lines, and %zu bytes more to the base",
+                "a GPU world has %zu bytes of host memory, and its base %zu: use whole "
+                "cache lines, and give the base %zu more bytes",
                 options->host_bytes, room, board_bytes);
 done:
     return st;
 }
 
-/* Makes what a rank has for itself. */
+/* Makes this rank's own objects, without the other ranks. */
 static pl_status furnish(pli_gpu_comm *self, const pli_gpu_comm_options *options)
 {
     pl_status st = PL_OK;
@@ -438,7 +439,7 @@ done:
     return st;
 }
 
-/* The others are told even by a rank that has come to nothing. */
+/* Even a rank that could not allocate its world tells the others. */
 static pl_status give_up(const pli_gpu_comm_options *options, pl_status st)
 {
     pli_gpu_comm nothing = {.super = super_of(options),

@@ -1,10 +1,11 @@
-/* gpu_comm_fail.c - the end of a step that fails, and what comes behind.
+/* gpu_comm_fail.c - ends a step that failed, and recovers from it.
  *
- * The communicator is aborted, so that nothing spins on the device.  But the host is
- * ahead of it: the device may still be at a step that every rank has ended well, whose
- * means the user's optimizer is about to use.  Those operations are in the queues of
- * all devices, so they are waited for first, for a while; where one is not done by
- * then, the ranks may hold different parameters, and no step can follow.
+ * The communicator is aborted, so that no kernel spins on the device.  But the host is
+ * ahead of the device: the device may still run a step that every rank has finished,
+ * and whose means the user's optimizer is about to use.  All devices have those
+ * operations in their queues, so the abort first waits for them, for a limited time.
+ * If one does not finish, the ranks may hold different parameters, and no step can
+ * follow.
  */
 #include <stdio.h>
 #include <unistd.h>
@@ -14,8 +15,8 @@
 #include "gpu_comm_state.h"
 
 enum {
-    DRAIN_MS = 10000, /* for the operations of steps that are over */
-    GONE_MS = 2000    /* a rank that is gone may have done its part before */
+    DRAIN_MS = 10000, /* for the operations of finished steps */
+    GONE_MS = 2000    /* for the part that a gone rank has done */
 };
 
 /* ---- failing -------------------------------------------------------------------- */
@@ -24,7 +25,7 @@ void pli_gpu_comm_agreed_locked(pli_gpu_comm *self)
 {
     if (self->n_at_ticket <= self->n_agreed)
         return;
-    /* What has failed in the same moment may have cut it short. */
+    /* A failure at the same moment may have cut it short. */
     if (atomic_load(&self->phase) == PLI_GPU_FAILED)
         self->is_lost = 1;
     else
@@ -49,7 +50,7 @@ int pli_gpu_comm_drain(pli_gpu_comm *self)
     while (pli_inflight_oldest(&self->inflight, &oldest) == PL_OK) {
         if (oldest.n == 0 || oldest.n > n_agreed)
             return 1;
-        /* A group comm tells of steps that have failed, and of no rank that is gone. */
+        /* A group comm reports failed steps, but not ranks that are gone. */
         if ((!pli_comm_is_group_comm(self->super.base) &&
              pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK) ||
             pli_backoff_pause(&waiting, "a step that is over") != PL_OK)
@@ -58,7 +59,7 @@ int pli_gpu_comm_drain(pli_gpu_comm *self)
     return 0;
 }
 
-/* `message`: NULL where the base has failed already, and knows why. */
+/* `message`: NULL if the base has failed already, and has the reason. */
 static void fail_locked(pli_gpu_comm *self, pl_status st, const char *message)
 {
     self->failure = message != NULL ? st : PL_OK;
@@ -87,7 +88,7 @@ void pli_gpu_comm_fail(pli_gpu_comm *self, uint64_t generation, pl_status st)
         is_first = st != PL_OK;
     }
     (void)pthread_mutex_unlock(&self->lock);
-    /* Group callbacks may want locks of its caller's. */
+    /* A group comm's callbacks may take locks of the caller. */
     if (is_first && pli_comm_is_group_comm(self->super.base))
         pl_comm_abort(self->super.base, message);
     (void)pli_fail(st, "%s", message);
@@ -113,7 +114,7 @@ pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st)
 {
     if (st == PL_OK || st == PL_EAGAIN || st == PL_EINVAL || st == PL_ESTATE)
         return st;
-    pli_gpu_comm_fail(self, self->generation, PL_OK); /* this thread alone changes it */
+    pli_gpu_comm_fail(self, self->generation, PL_OK); /* only this thread changes it */
     return pli_gpu_comm_check(self);
 }
 
@@ -123,17 +124,18 @@ static void describe(const pli_gpu_comm *self, const pli_inflight_op *inflight,
                      char *out, size_t out_bytes)
 {
     const pl_op *op = &inflight->op;
-    (void)snprintf(out, out_bytes,
-                   "the %s of %zu %s at byte %zu of the device's (operation %llu, step "
-                   "%llu)",
-                   pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype),
-                   op->offset_bytes - self->super.host_bytes,
-                   (unsigned long long)inflight->n, (unsigned long long)inflight->step);
+    (void)snprintf(
+        out, out_bytes,
+        "the %s of %zu %s at byte %zu of device memory (operation %llu, step "
+        "%llu)",
+        pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype),
+        op->offset_bytes - self->super.host_bytes, (unsigned long long)inflight->n,
+        (unsigned long long)inflight->step);
 }
 
-/* A graph's replays are not followed, and their host may never speak with the others:
- * where a rank is gone, the device may wait for it in one.  What that rank had done
- * before its end is done here by then. */
+/* Replays of a graph are not tracked, and the host may do nothing with other ranks in
+ * the meantime: if a rank is gone, a replay may wait for it.  By the end of GONE_MS,
+ * this device has done all to which that rank contributed. */
 static pl_status check_replays(pli_gpu_comm *self)
 {
     const int64_t now = pli_now_ns();
@@ -169,13 +171,13 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
     if (age_ns > GONE_MS * PLI_MS)
         PL_TRY(pli_base_query(&self->super, PLI_QUERY_WORLD));
     *is_base = 0;
-    /* Where the host waits for the same rank, it can name it: it comes first. */
+    /* If the host waits for the same rank, it can name that rank, so it fails first. */
     if (age_ns <= self->deadline_ns + self->deadline_ns / 4)
         goto done;
     self->is_lost |= oldest.n <= self->n_agreed;
     describe(self, &oldest, what, sizeof what);
     PL_FAIL(PL_ETIMEOUT,
-            "rank %d: %s has not come to its end on the device within the deadline",
+            "rank %d: %s has not finished on the device within the deadline",
             self->super.rank, what);
 done:
     return st;
@@ -195,9 +197,9 @@ void pli_gpu_comm_watch(void *context)
         pli_gpu_comm_fail(self, generation, is_base ? PL_OK : st);
 }
 
-/* ---- going on ------------------------------------------------------------------- */
+/* ---- recovering ----------------------------------------------------------------- */
 
-/* Waits until the device is through with the failed step, and meets the others anew. */
+/* Waits until the device has finished the failed step, and makes a communicator. */
 static pl_status renew_communicator(pli_gpu_comm *self)
 {
     pl_status st = PL_OK;
@@ -220,7 +222,7 @@ done:
     return st;
 }
 
-/* Where no step can follow: whoever waits for this rank is told, with the cause. */
+/* If no step can follow, fails with the cause, and sends it to the waiting ranks. */
 static pl_status check_lost(pli_gpu_comm *self)
 {
     pl_status st = PL_OK;
@@ -229,12 +231,12 @@ static pl_status check_lost(pli_gpu_comm *self)
         goto done;
     if (pli_gpu_comm_check(self) != PL_OK)
         pli_text_print(cause, sizeof cause, "%s", pl_error_message());
-    st = pli_fail(
-        PL_EPEER, "rank %d: %s: start again from what was saved (%s)", self->super.rank,
-        self->is_lost ? "means of a step that had ended well were lost on the device, "
-                        "so the ranks may differ"
-                      : "NCCL keeps a thread of this process",
-        cause);
+    st = pli_fail(PL_EPEER, "rank %d: %s: start again from what was saved (%s)",
+                  self->super.rank,
+                  self->is_lost ? "means of a finished step were lost on the device, "
+                                  "so the ranks may differ"
+                                : "NCCL keeps a thread of this process",
+                  cause);
     pli_base_set_failure_message(&self->super, pl_error_message());
     pli_base_leave(&self->super);
 done:
@@ -277,7 +279,7 @@ pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out
     if (st != PL_OK) {
         char message[PLI_GPU_MESSAGE_BYTES];
         pli_text_print(message, sizeof message, "%s", pl_error_message());
-        pl_comm_abort(self->super.base, message); /* so that all come back here */
+        pl_comm_abort(self->super.base, message); /* so that all ranks recover again */
         PL_FAIL(st, "%s", message);
     }
     begin_anew(self);

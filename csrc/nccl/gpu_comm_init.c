@@ -1,13 +1,13 @@
-/* gpu_comm_init.c - how the ranks of a GPU world get their communicator.
+/* gpu_comm_init.c - makes the communicator of a GPU world.
  *
- *     every rank   makes what it needs of its own; they agree
- *     rank 0       makes NCCL's id; they agree, and it spreads that
- *     every rank   meets the others in NCCL; they agree
- *     every rank   tells NCCL of its memory, if all can
- *     every rank   tries what steps will do (gpu_comm_trial.c); they agree
+ *     every rank   makes its own objects; all agree
+ *     rank 0       makes NCCL's id; all agree, and rank 0 broadcasts it
+ *     every rank   joins the communicator; all agree
+ *     every rank   registers its memory with NCCL, if all ranks can
+ *     every rank   tries what steps will do (gpu_comm_trial.c); all agree
  *
- * While ranks are at something in NCCL a failure is told by failing the base, which
- * each of them polls.
+ * To report a failure while ranks are inside NCCL, a rank aborts the base, which every
+ * rank polls.
  */
 #include <stdio.h>
 #include <string.h>
@@ -43,7 +43,7 @@ pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st)
     return pli_gpu_comm_agree(self, st);
 }
 
-/* All ranks' memory, or none's. */
+/* Registers the memory of all ranks, or of none. */
 static pl_status register_memory(pli_gpu_comm *self, pli_nccl *nccl)
 {
     pl_status st = PL_OK;
@@ -74,7 +74,7 @@ pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
     pl_status st = PL_OK;
     char *board = pli_gpu_comm_board(self);
     char id[PLI_NCCL_ID_BYTES] = {0};
-    pli_nccl *nccl = NULL; /* the world's at once, and of its own end */
+    pli_nccl *nccl = NULL; /* given to the world at once, which ends it */
     if (self->super.world_size == 1)
         return PL_OK;
     if (self->super.rank == 0)

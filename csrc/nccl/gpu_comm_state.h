@@ -1,4 +1,4 @@
-/* gpu_comm_state.h - what a GPU world is made of; for gpu_*.c alone. */
+/* gpu_comm_state.h - the state of a GPU world; for gpu_*.c only. */
 #ifndef PLI_GPU_COMM_STATE_H
 #define PLI_GPU_COMM_STATE_H
 
@@ -14,8 +14,9 @@ enum { PLI_GPU_MESSAGE_BYTES = 768 };
 
 typedef enum pli_gpu_comm_phase { PLI_GPU_RUNNING, PLI_GPU_FAILED } pli_gpu_comm_phase;
 
-/* Whether operations are captured into a graph.  All of a step are, or none, up to its
- * first agreement, so that is asked once a step; elsewhere at each operation. */
+/* Whether operations are captured into a graph.  A step captures all its operations up
+ * to its first agreement, or none, so the driver is queried once per step, and outside
+ * of steps for each operation. */
 typedef enum pli_gpu_capture {
     PLI_GPU_CAPTURE_VARIES,  /* no step is under way */
     PLI_GPU_CAPTURE_UNKNOWN, /* a step has begun */
@@ -23,13 +24,12 @@ typedef enum pli_gpu_capture {
     PLI_GPU_CAPTURE_ON,
 } pli_gpu_capture;
 
-/* The rank's thread changes it all; what the watchdog and who aborts touch too says so.
- */
+/* The rank's thread changes all fields; comments mark those other threads touch. */
 typedef struct pli_gpu_comm {
     pl_comm super;
     pl_backend *backend;
     pl_stream *side;
-    pli_nccl_library *library; /* NULL: a world of one */
+    pli_nccl_library *library; /* NULL: a world of one rank */
     pli_watchdog *watchdog;    /* NULL: none, or not joined */
     int64_t deadline_ns;
     pli_accumulation accumulation;
@@ -41,102 +41,101 @@ typedef struct pli_gpu_comm {
     pli_block *block;
     pli_nccl_memory staging; /* of sums in float32 */
     void *staging_handle;
-    int is_registered; /* NCCL knows of every rank's memory */
-    int is_left;       /* a helper thread was left behind, in this world */
+    int is_registered; /* every rank's memory is registered with NCCL */
+    int is_left;       /* a helper thread that uses this world was left behind */
 
-    uint64_t hash; /* of all device operations since the world began */
+    uint64_t hash; /* of all device operations since the start, or since recovery */
     _Atomic uint64_t step;
     pli_inflight inflight; /* any thread queries */
     pli_gpu_capture capture;
-    pl_event *captured;     /* behind the last operation that was captured */
-    atomic_int is_captured; /* there was one */
-    int64_t gone_since_ns;  /* the watchdog's: 0: every rank was there */
-    pl_event *drained;      /* behind the last of a failed step, or trial,
-                          or what follow() is behind */
-    pl_event *last;         /* behind the last operation; NULL: there was none */
+    pl_event *captured;     /* after the last captured operation */
+    atomic_int is_captured; /* an operation was captured */
+    int64_t gone_since_ns;  /* the watchdog's; 0: every rank is there */
+    pl_event *drained;      /* after a failed step, after a trial, or for follow() */
+    pl_event *last;         /* after the last operation; NULL: none yet */
 
-    pthread_mutex_t lock;  /* round the end of a step, and of all below */
+    pthread_mutex_t lock;  /* guards the end of a step, and all fields below */
     atomic_int phase;      /* pli_gpu_comm_phase; read without the lock */
     uint64_t generation;   /* of the communicator */
-    pli_nccl *nccl;        /* NULL: a world of one, or none yet */
-    int is_given_up;       /* the rank's thread ends that, and tells why */
-    pl_ticket base_ticket; /* of the base's last operation */
-    uint64_t n_at_ticket;  /* device operations before that */
-    uint64_t n_agreed;     /* ... of which every rank has said that it has enqueued
-                              them: those of steps that are over */
-    int is_lost;           /* one of these was not done: the ranks may differ */
-    pl_status failure;     /* PL_OK: the base knows more */
+    pli_nccl *nccl;        /* NULL: a world of one rank, or none yet */
+    int is_given_up;       /* the rank's thread aborts `nccl`, and reports why */
+    pl_ticket base_ticket; /* of the base's latest operation */
+    uint64_t n_at_ticket;  /* device operations before it */
+    uint64_t n_agreed; /* device operations of finished steps: every rank has enqueued
+                          them */
+    int is_lost;       /* one of these did not finish: the ranks may differ */
+    pl_status failure; /* PL_OK: the base has the reason */
     char message[PLI_GPU_MESSAGE_BYTES];
 } pli_gpu_comm;
 
 /* ---- gpu_agree.c ---------------------------------------------------------------- */
 
-/* The base's memory for what is said by pli_gpu_comm_talk(). */
+/* The board, on which pli_gpu_comm_talk() operates. */
 char *pli_gpu_comm_board(const pli_gpu_comm *self);
 
-/* Does one of the base's operations on the board's first n_bytes. */
+/* Does one operation of the base on the board's first n_bytes. */
 pl_status pli_gpu_comm_talk(const pli_gpu_comm *self, pl_op_kind kind, int root,
                             size_t n_bytes) PL_MUST_USE;
 
-/* Collective: `own` is what this rank has to say so far.  Returns its failure, else
- * that of the first other rank, with its message. */
+/* Collective: `own` is this rank's status so far.  Returns it if it is a failure, else
+ * the first failure of another rank, with its message. */
 pl_status pli_gpu_comm_agree(pli_gpu_comm *self, pl_status own) PL_MUST_USE;
 
-/* What another rank has failed of is a better reason than `st`: that, or PL_OK where
- * the base knows of none. */
+/* Another rank's failure explains more than `st`: returns it, or PL_OK if the base has
+ * none. */
 pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
 pl_status pli_gpu_comm_check_signals(const pli_gpu_comm *self) PL_MUST_USE;
 
-/* For who waits beside the base: signals, and the peers.  context: a pli_gpu_comm. */
+/* A poll for waits outside the base: signals and peers.  context: a pli_gpu_comm. */
 pl_status pli_gpu_comm_poll_base(void *context) PL_MUST_USE;
 
 /* ---- gpu_comm_init.c ------------------------------------------------------------ */
 
-/* Collective: makes the communicator, tells it of the memory, and tries it.  Where that
- * fails there may be one, of no use. */
+/* Collective: makes the communicator, registers the memory, and tries it.  After a
+ * failure there may be a communicator that is of no use. */
 pl_status pli_gpu_comm_meet(pli_gpu_comm *self) PL_MUST_USE;
 
-/* Collective: what has come of something that all ranks are at in NCCL.  Where this
- * rank has failed the others are told, who may wait for it.  Else as agree. */
+/* Collective: agrees on the result `st` of what all ranks do in NCCL.  If this rank has
+ * failed, aborts the base, so that ranks in NCCL stop waiting for it. */
 pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
 /* ---- gpu_comm_trial.c ----------------------------------------------------------- */
 
-/* Does once what every world does, with the new communicator. */
+/* Tries the operations that every world uses, with the new communicator. */
 pl_status pli_gpu_comm_try(pli_gpu_comm *self) PL_MUST_USE;
 
-/* PL_EINVAL for what cannot be tried. */
+/* PL_EINVAL if a range cannot be tried. */
 pl_status pli_gpu_comm_check_ranges(const pli_op_range *ranges,
                                     size_t n_ranges) PL_MUST_USE;
 
-/* Does these, behind `ready`, in the world's memory. */
+/* Tries these, after `ready`, in the world's memory. */
 pl_status pli_gpu_comm_try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
                                   size_t n_ranges, pl_event *ready) PL_MUST_USE;
 
 /* ---- gpu_comm_fail.c ------------------------------------------------------------ */
 
-/* Ends the step of `generation`, unless it has ended: here at once, and by the base on
- * the other ranks.  Any thread may call.  `st`: with this thread's error message;
- * PL_OK: the base has failed already, and knows why. */
+/* Ends the step of `generation`, unless it has ended: here at once, and through the
+ * base on the other ranks.  Any thread may call.  `st` comes with this thread's error
+ * message; PL_OK: the base has failed already and has the reason. */
 void pli_gpu_comm_fail(pli_gpu_comm *self, uint64_t generation, pl_status st);
 
-/* The base's last operation is done everywhere: the step is over. */
+/* Every rank has done the base's latest operation: the step is over. */
 void pli_gpu_comm_agreed_locked(pli_gpu_comm *self);
 
-/* PL_OK, or why the means of what was issued so far will never be there. */
+/* PL_OK, or the reason why means of operations issued so far will never arrive. */
 pl_status pli_gpu_comm_check_means(pli_gpu_comm *self) PL_MUST_USE;
 
-/* Waits for the operations of steps that are over; 0 where some never end. */
+/* Waits for the operations of finished steps; 0 if some do not finish. */
 int pli_gpu_comm_drain(pli_gpu_comm *self);
 
-/* PL_OK, or why the step has ended. */
+/* PL_OK, or the failure that ended the step. */
 pl_status pli_gpu_comm_check(pli_gpu_comm *self) PL_MUST_USE;
 
-/* What the base has answered: fails the step where it is over, and tells why. */
+/* Takes the base's answer: if it ends the step, fails the step here and returns why. */
 pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
-/* Of the watchdog. */
+/* The watchdog's check. */
 void pli_gpu_comm_watch(void *context);
 
 pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns,

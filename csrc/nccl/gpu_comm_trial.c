@@ -1,18 +1,18 @@
-/* gpu_comm_trial.c - operations as steps have them are tried before there is a step.
+/* gpu_comm_trial.c - tries the operations of steps before the first step.
  *
- * NCCL connects two ranks in the first operation that takes a way between them, which
- * its kind, its size and its memory decide: the host then waits for the peers, and
- * device memory is allocated.  And a machine whose GPUs cannot reach one another's
- * memory is known to give wrong numbers, and no error.  So each kind is done here, from
- * the smallest to the largest, with values by which every element of what comes can be
- * told right from wrong:
+ * NCCL connects two ranks in the first operation that uses a path between them; kind,
+ * size and memory decide which.  The host then waits for the peers, and device memory
+ * is allocated.  And some machines whose GPUs cannot reach each other's memory give
+ * wrong numbers without an error.  So each kind of operation runs here, from the
+ * smallest size to the largest, with values that show whether each element of the
+ * result is right:
  *
  *     a sum         element i: i / n % 5 + 1 from rank i % n, 0 from all others
  *     a broadcast   element i: i / n % 5 + 1 from the root, 6 on all others
  *
- * It happens in a helper thread, for NCCL may keep a thread that waits for a peer.  The
- * rank's own looks after its peers and signals, and aborts the communicator where it
- * gives up.  Should the helper not come back even so, the world is never freed.
+ * A helper thread runs the trial, because NCCL may block it to wait for a peer.  The
+ * rank's thread checks its peers and signals, and aborts the communicator if it gives
+ * up.  If the helper does not return even then, the world is never freed.
  */
 #include <math.h>
 #include <string.h>
@@ -23,26 +23,25 @@
 #include "helper_thread.h"
 
 enum {
-    STEP_FACTOR = 16, /* from one size that is tried to the next */
+    STEP_FACTOR = 16, /* between one size and the next */
     PIECE_BYTES = 1 << 20,
-    LEFT_MS = 10000, /* for the helper to come back from an aborted communicator */
+    LEFT_MS = 10000, /* for the helper to return from an aborted communicator */
     MOST_BROADCAST_BYTES = 32 << 20,
     N_VALUES = 5,
-    WRONG_VALUE, /* that no rank is to get */
+    WRONG_VALUE, /* no rank may receive it */
     MOST_ELEM_BYTES = 8
 };
 
 static const char doing[] = "the first operations on the device";
 
-enum { MOST_RANGES = PL_N_DTYPES }; /* one a dtype, or a few of ours */
+enum { MOST_RANGES = PL_N_DTYPES }; /* one per dtype, or a few of ours */
 
 typedef struct trial {
     pli_gpu_comm *self;
-    char *scratch; /* in place of the world's memory; NULL: that */
+    char *scratch; /* instead of the world's memory; NULL: use that */
     pli_op_range ranges[MOST_RANGES];
     size_t n_ranges;
-    pl_event
-        *ready; /* the memory may be written to once this has happened; NULL: now */
+    pl_event *ready; /* then the memory may be written; NULL: now */
     atomic_int is_given_up;
     char *piece; /* PIECE_BYTES of host memory */
 } trial;
@@ -69,7 +68,7 @@ static void put_value(pl_dtype dtype, unsigned value, char out[MOST_ELEM_BYTES])
                                       0x4080, 0x40a0, 0x40c0};
     const float f32 = (float)value;
     const double f64 = value;
-    const uint64_t whole = value; /* the low bytes first, on all that CUDA has */
+    const uint64_t whole = value; /* the low bytes first, as on all CUDA hosts */
     const void *from = dtype == PL_F16    ? (const void *)&halves[value]
                        : dtype == PL_BF16 ? (const void *)&brains[value]
                        : dtype == PL_F32  ? (const void *)&f32
@@ -115,7 +114,7 @@ static double get_value(pl_dtype dtype, const char *at)
     }
 }
 
-/* An element's value, and whose it is in a sum. */
+/* An element's value, and the rank that adds it to a sum. */
 typedef struct element {
     unsigned value;
     int owner;
@@ -207,9 +206,9 @@ static pl_status check_piece(const trial *run, const pl_op *op, size_t first, si
         const double found = get_value(dtype, run->piece + i * width);
         if (!is_right(op, &at, found))
             PL_FAIL(PL_ESYS,
-                    "rank %d: NCCL gives wrong numbers on this machine: %g came in the "
-                    "%s of %zu %s, at element %zu (GPUs that cannot reach one "
-                    "another's memory? NCCL_P2P_DISABLE=1 may help)",
+                    "rank %d: NCCL gives wrong numbers on this machine: it returned %g "
+                    "in the %s of %zu %s, at element %zu. If the GPUs cannot reach "
+                    "each other's memory, NCCL_P2P_DISABLE=1 may help",
                     run->self->super.rank, found, pli_op_kind_text(op->kind),
                     op->n_elems, pl_dtype_text(op->dtype), first + i);
     }
@@ -253,7 +252,7 @@ done:
     return st;
 }
 
-/* What steps put into the memory does not cover all of it. */
+/* Clears the memory at the end: steps do not write all of it. */
 static pl_status try_range(trial *self, const pli_op_range *range)
 {
     pl_status st = PL_OK;
@@ -274,7 +273,7 @@ static pl_status run_trial(void *context)
     pl_status st = PL_OK;
     trial *run = context;
     pl_backend *backend = run->self->backend;
-    PL_TRY(pli_calloc(1, PIECE_BYTES, "values that are tried", &run->piece));
+    PL_TRY(pli_calloc(1, PIECE_BYTES, "trial values", &run->piece));
     if (run->ready != NULL)
         PL_TRY(backend->ops->event_wait(backend, run->ready, run->self->side));
     for (size_t k = 0; k < run->n_ranges; k++)
@@ -287,14 +286,14 @@ done:
 
 /* ---- in a helper thread --------------------------------------------------------- */
 
-/* Ends the trial, of which nobody wants the outcome any more. */
+/* Ends a trial whose outcome is not needed any more. */
 static void give_up(trial *run, const pli_helper *helper)
 {
     pli_gpu_comm *self = run->self;
     pli_backoff waiting = pli_backoff_begin(LEFT_MS * PLI_MS, NULL, NULL);
     atomic_store(&run->is_given_up, 1);
     (void)pthread_mutex_lock(&self->lock);
-    self->is_given_up = 1; /* an abort is no reason: the watchdog is to find none */
+    self->is_given_up = 1; /* the watchdog must not report the abort */
     (void)pthread_mutex_unlock(&self->lock);
     pli_nccl_abort(self->nccl);
     (void)!pli_helper_wait(helper, &waiting, doing);
@@ -332,8 +331,8 @@ done:
     return st;
 }
 
-/* In the world's first moment its memory is nobody's.  Later somebody may still read
- * there: then a few bytes beside it have to do. */
+/* A new world's memory has no readers yet.  Later it may have some: then the trial uses
+ * a few bytes beside it. */
 pl_status pli_gpu_comm_try(pli_gpu_comm *self)
 {
     enum { FEW_BYTES = 64 };
@@ -377,7 +376,7 @@ pl_status pli_gpu_comm_check_ranges(const pli_op_range *ranges, size_t n_ranges)
         const pl_op *op = &ranges[k].op;
         if (ranges[k].n_least == 0 || ranges[k].n_least > op->n_elems ||
             (op->kind != PL_ALL_REDUCE && op->kind != PL_BROADCAST))
-            PL_FAIL(PL_EINVAL, "%s of %zu to %zu elements is nothing that can be tried",
+            PL_FAIL(PL_EINVAL, "%s of %zu to %zu elements cannot be tried",
                     pli_op_kind_text(op->kind), ranges[k].n_least, op->n_elems);
         PL_TRY(pli_nccl_can(op));
     }

@@ -4,7 +4,7 @@
 #include "core/alloc.h"
 #include "core/clock.h"
 
-enum { LEAST_SLOTS = 64, MOST_SLOTS = 1024 }; /* a device takes about 1,000 launches */
+enum { LEAST_SLOTS = 64, MOST_SLOTS = 1024 }; /* a device queues about 1,000 launches */
 
 pl_status pli_inflight_init(pli_inflight *self, pl_backend *backend, size_t n_ops)
 {
@@ -42,7 +42,7 @@ pl_status pli_inflight_record(pli_inflight *self, const pl_op *op, uint64_t step
                               pl_stream *stream, pl_event **out)
 {
     pl_status st = PL_OK;
-    const uint64_t n = self->n_recorded + 1; /* this thread alone changes it */
+    const uint64_t n = self->n_recorded + 1; /* only this thread changes it */
     const size_t slot = n & (self->n_slots - 1);
     (void)pthread_mutex_lock(&self->lock);
     self->ops[slot].n = 0;
@@ -60,7 +60,7 @@ done:
     return st;
 }
 
-/* Asks about operation n, if its event is still its own. */
+/* Queries operation n, unless its event has been reused. */
 static pl_status query_locked(pli_inflight *self, uint64_t n, int *out)
 {
     const size_t slot = n & (self->n_slots - 1);
@@ -75,8 +75,8 @@ pl_status pli_inflight_oldest(pli_inflight *self, pli_inflight_op *out)
     pl_status st = PL_OK;
     (void)pthread_mutex_lock(&self->lock);
     const uint64_t n_before = self->n_done;
-    /* Of those before the ring's first nothing is known but by later ones; the first is
-     * maybe being recorded anew. */
+    /* Later events alone tell about operations older than the ring; the ring's first
+     * event may be in the middle of being recorded again. */
     uint64_t n =
         self->n_recorded < self->n_slots ? 1 : self->n_recorded - self->n_slots + 2;
     if (n <= n_before)

@@ -1,12 +1,11 @@
-/* gpu_inflight.h - which of a world's device operations the device has not done.
+/* gpu_inflight.h - tracks which device operations of a world are not done.
  *
- * Behind each operation an event is recorded, one of a ring of them.  Operations of one
- * stream are done in order, so the last event that is done tells of all before.  What
- * is captured into a graph is left out: its events may not be queried.
+ * An event of a ring is recorded after each operation.  A stream does its operations in
+ * order, so a done event shows that all before it are done.  Captured operations are
+ * left out: their events may not be queried.
  *
- * The rank's thread records; the watchdog's queries.  An event that is being recorded
- * is not queried for that long, so a driver that makes the recorder wait keeps nobody
- * else.
+ * The rank's thread records; the watchdog's queries.  No thread queries an event while
+ * it is recorded, so a driver that blocks the recorder blocks no other thread.
  */
 #ifndef PLI_GPU_INFLIGHT_H
 #define PLI_GPU_INFLIGHT_H
@@ -15,7 +14,7 @@
 
 #include "backend/backend.h"
 
-/* Counts device operations from 1. */
+/* A device operation; n counts from 1. */
 typedef struct pli_inflight_op {
     uint64_t n;
     uint64_t step;
@@ -27,11 +26,11 @@ typedef struct pli_inflight {
     pl_backend *backend; /* borrowed */
     pthread_mutex_t lock;
     size_t n_slots;       /* a power of two */
-    pl_event **events;    /* a ring; slot n % n_slots is of operation n */
+    pl_event **events;    /* a ring; operation n has slot n % n_slots */
     pli_inflight_op *ops; /* ...; n == 0: its event is being recorded */
     uint64_t n_recorded;
     uint64_t n_done;
-    int64_t since_ns; /* when n_done grew, or the first after a rest was recorded */
+    int64_t since_ns; /* when n_done grew, or a record ended a time without work */
 } pli_inflight;
 
 /* For up to n_ops operations a step. */
@@ -43,10 +42,10 @@ void pli_inflight_fini(pli_inflight *self);
 pl_status pli_inflight_record(pli_inflight *self, const pl_op *op, uint64_t step,
                               pl_stream *stream, pl_event **out) PL_MUST_USE;
 
-/* The oldest that the device has not done; *out has n == 0 where it has done all. */
+/* The oldest operation that the device has not done; out->n is 0 if it has done all. */
 pl_status pli_inflight_oldest(pli_inflight *self, pli_inflight_op *out) PL_MUST_USE;
 
-/* All that was recorded is done, or never will be. */
+/* Forgets the recorded operations: they are done, or never will be. */
 void pli_inflight_forget(pli_inflight *self);
 
 #endif

@@ -21,7 +21,7 @@ struct pli_pool {
     pl_stream *readers[PLI_POOL_READERS]; /* the newest first; under the lock */
 };
 
-/* Retired blocks of worlds that have gone. */
+/* Retired blocks of destroyed worlds. */
 static pthread_mutex_t leftovers_lock = PTHREAD_MUTEX_INITIALIZER;
 static pli_block *leftovers;
 
@@ -57,9 +57,9 @@ void pli_pool_add_reader(pli_pool *pool, pl_stream *stream)
 {
     pl_stream *newer = stream;
     if (stream == NULL)
-        return; /* the default stream, which is always one of them */
+        return; /* the default stream is always included */
     (void)pthread_mutex_lock(&pool->lock);
-    /* Those before it move back; the oldest makes room. */
+    /* Puts it first; the oldest makes room. */
     for (int i = 0; i < PLI_POOL_READERS; i++) {
         pl_stream *older = pool->readers[i];
         pool->readers[i] = newer;
@@ -70,8 +70,7 @@ void pli_pool_add_reader(pli_pool *pool, pl_stream *stream)
     (void)pthread_mutex_unlock(&pool->lock);
 }
 
-/* A stream of the user's that has been destroyed since is none any more; asked about,
- * the driver fails. */
+/* The user may have destroyed a stream in the meantime; querying it then fails. */
 static void forget_lost_readers(pli_pool *pool)
 {
     int n_left = 0;
@@ -108,7 +107,7 @@ static void drop_marks(pli_block *block)
     block->n_marks = 0;
 }
 
-/* Records the marks; without effect where that is not possible now. */
+/* Records the marks; has no effect if that is not possible now. */
 static void mark(pli_block *block)
 {
     pl_backend *backend = block->pool->options.backend;
@@ -117,7 +116,7 @@ static void mark(pli_block *block)
     const int n = streams_of(block->pool, streams);
     int n_recorded = 0;
     if (pli_cuda_may_any_be_captured(backend, streams, n))
-        return; /* it would take the events into its graph */
+        return; /* the capture would take the events into its graph */
     for (; n_recorded < n; n_recorded++)
         if (backend->ops->event_create(backend, &block->marks[n_recorded]) != PL_OK ||
             backend->ops->event_record(backend, block->marks[n_recorded],
@@ -147,7 +146,7 @@ static block_use use_of(pli_block *block)
     return block->n_marks > 0 ? THROUGH : UNKNOWN;
 }
 
-/* Waits for a while; what is unknown is asked for once more. */
+/* Waits a limited time; queries once more if the use is unknown. */
 static block_use await(pli_block *block)
 {
     pli_backoff waiting = pli_backoff_begin(FREE_MS * PLI_MS, NULL, NULL);
@@ -161,7 +160,7 @@ static block_use await(pli_block *block)
     }
 }
 
-/* Memory is freed after a failure, too, whose message is to stay. */
+/* Memory may be freed after a failure, whose message must stay. */
 typedef struct message {
     char text[MESSAGE_BYTES];
 } message;
@@ -180,7 +179,7 @@ static void restore_message(const message *kept)
 
 /* ---- freeing -------------------------------------------------------------------- */
 
-/* One that is in no list any more, and that the device is through with. */
+/* Frees a block that is in no list, and that the device is done with. */
 static void free_block(pli_block *block)
 {
     pli_pool *pool = block->pool;
@@ -205,8 +204,8 @@ static void push_all(pli_block **list, pli_block *blocks)
     }
 }
 
-/* Frees those that the device is through with; the rest is returned.  is_waiting: only
- * after a while. */
+/* Frees the blocks that the device is done with, and returns the others.  is_waiting:
+ * waits for each block, for a limited time. */
 static pli_block *free_list(pli_block *list, pli_nccl *nccl, int is_waiting)
 {
     pli_block *rest = NULL;
@@ -233,7 +232,7 @@ static void leave_over(pli_block *blocks)
     (void)pthread_mutex_unlock(&leftovers_lock);
 }
 
-/* Those of one device. */
+/* Frees the leftovers of one device. */
 static void free_leftovers(const pl_backend *backend, int is_waiting)
 {
     pli_block *list = NULL;
@@ -251,7 +250,7 @@ static void free_leftovers(const pl_backend *backend, int is_waiting)
     leave_over(free_list(list, NULL, is_waiting));
 }
 
-/* ---- shares --------------------------------------------------------------------- */
+/* ---- references ----------------------------------------------------------------- */
 
 static void unlink_locked(pli_pool *pool, const pli_block *block)
 {
@@ -266,7 +265,7 @@ static void release(pli_memory_ref *ref)
     pli_block *block = (pli_block *)(void *)ref;
     pli_pool *pool = block->pool;
     if (pool->owner_pid != getpid())
-        return; /* the lock may be held by a thread that is not here */
+        return; /* a thread that does not exist here may hold the lock */
     (void)pthread_mutex_lock(&pool->lock);
     const int is_last = --block->n_users == 0 && pool->is_closed;
     if (is_last)
@@ -379,7 +378,7 @@ void pli_pool_discard(pli_pool *pool, pli_block *block)
     pool->retired = free_list(pool->retired, NULL, 0);
 }
 
-/* Takes the spares, but `n_kept`, out of the list. */
+/* Takes all spares but `n_kept` out of the list. */
 static pli_block *cut_spares_locked(pli_pool *pool, int n_kept)
 {
     pli_block *cut = NULL;
@@ -426,7 +425,7 @@ static void deregister_list(pli_block *list, pli_nccl *nccl)
 
 void pli_pool_deregister(pli_pool *pool, pli_nccl *nccl)
 {
-    /* Blocks come and go in the world's own thread alone while it is there. */
+    /* While the world lives, only its thread adds or removes blocks. */
     deregister_list(pool->blocks, nccl);
     deregister_list(pool->retired, nccl);
 }
@@ -436,7 +435,7 @@ void pli_pool_close(pli_pool *pool)
     if (pool == NULL)
         return;
     if (pool->owner_pid != getpid())
-        return; /* what its parent has stays the parent's */
+        return; /* the memory belongs to the parent */
     (void)pthread_mutex_lock(&pool->lock);
     pool->is_closed = 1;
     pli_block *list = cut_spares_locked(pool, 0);

@@ -1,17 +1,17 @@
-/* gpu_ordered_sum.c - the same bits on every run: an all-reduce of which NCCL only
- * carries the parts.
+/* gpu_ordered_sum.c - an all-reduce with the same bits on every run; NCCL only moves
+ * data.
  *
  *     rank r gets block r of every rank, adds the blocks in rank order in float32, and
  *     rounds once; then all blocks go to all ranks.
  *
- * Blocks are of 32 elements and multiples, so that all are aligned.  What is left over
- * at the end is less than 32 elements a rank: each rank gets all of that from all, and
- * adds it up for itself.  A long range is done in pieces, one after another on the same
- * stream, in the same staging:
+ * A block is a multiple of 32 elements, so that all blocks are aligned.  The rest at
+ * the end has less than 32 elements per rank: each rank gathers the whole rest from all
+ * ranks, and adds it up itself.  A long range is done in pieces, one after another on
+ * the same stream, in the same staging:
  *
  *     [rank 0's block r] [rank 1's] ...   [rank 0's rest] [rank 1's] ...
  *
- * Any other operation is one of NCCL's.
+ * NCCL does every other operation itself.
  */
 #include "gpu_comm_state.h"
 
@@ -46,7 +46,7 @@ static pl_status gather(pli_gpu_comm *self, char *memory, size_t n_bytes)
     return pli_nccl_enqueue(self->nccl, &op, memory, self->side);
 }
 
-/* Puts this rank's own into its place among the others' in the staging. */
+/* Copies this rank's block and rest to their places in the staging. */
 static pl_status copy_own(pli_gpu_comm *self, const sum_piece *part)
 {
     const size_t rank = (size_t)self->super.rank;
@@ -139,7 +139,7 @@ pl_status pli_gpu_comm_carry(pli_gpu_comm *self, const pl_op *op)
     char *memory = pli_comm_memory(&self->super, op->offset_bytes);
     const int is_short = op->dtype == PL_F16 || op->dtype == PL_BF16;
     if (self->super.world_size == 1)
-        return PL_OK; /* its own sum, its own mean */
+        return PL_OK; /* the data is its own sum and mean */
     if (self->accumulation == PLI_ACCUMULATE_IN_F32 && is_short &&
         op->kind == PL_ALL_REDUCE)
         return sum_in_order(self, op, memory);

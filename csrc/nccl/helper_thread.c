@@ -1,4 +1,4 @@
-/* helper_thread.c - one word says who frees the helper: whoever comes last. */
+/* helper_thread.c - the last thread to use a helper, by its `phase`, frees it. */
 #include "helper_thread.h"
 
 #include <pthread.h>

@@ -1,13 +1,12 @@
 /* nccl.c - calls into NCCL, one at a time.
  *
- * Each call is made under a lock and in the device's context, between begin_call() and
- * end_call(); a communicator that has been aborted is NULL.  end_call() waits, without
- * the lock, until NCCL has taken what it was given: before that nothing may be put on
- * the stream.
+ * begin_call() enters the device's context and takes the lock; end_call() undoes both.
+ * After an abort `comm` is NULL.  end_call() then waits, without the lock, until NCCL
+ * has completed the call: until then nothing may be put on the stream.
  *
- * Any call may wait inside of NCCL, and with the lock: for a connection, for a peer's
- * proxy, for room in the device's queue.  So who aborts waits for the lock only so long
- * (nccl_end.c), and who watches does not wait for it at all.
+ * A call may block inside NCCL while it holds the lock: for a connection, for a peer's
+ * proxy, for room in the device's queue.  So an abort waits for the lock only a limited
+ * time (nccl_end.c), and a check does not wait for it at all.
  */
 #include <string.h>
 
@@ -15,7 +14,7 @@
 #include "core/backoff.h"
 #include "nccl_state.h"
 
-enum { FINE_VERSION = 22700, COARSE_BYTES = 256 << 20 }; /* of NCCL's allocator */
+enum { FINE_VERSION = 22700, COARSE_BYTES = 256 << 20 }; /* see prefers_its_own() */
 
 /* ---- errors --------------------------------------------------------------------- */
 
@@ -46,9 +45,9 @@ pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
     if (strstr(last, "Duplicate GPU") != NULL ||    /* up to 2.29 */
         strstr(last, "using the same GPU") != NULL) /* since */
         return pli_fail(PL_EINVAL,
-                        "two ranks have been given one GPU (NCCL: %s): give each rank "
-                        "one of its own, as with torch.cuda.set_device(local_rank) "
-                        "before the model is moved and wrapped",
+                        "two ranks use the same GPU (NCCL: %s): give each rank its own "
+                        "GPU, for example with torch.cuda.set_device(local_rank), "
+                        "before you move and wrap the model",
                         last);
     return pli_fail(code_of(result, last), "NCCL %s: %s%s%s", doing,
                     library->GetErrorString(result), last[0] != '\0' ? ": " : "", last);
@@ -56,7 +55,7 @@ pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
 
 /* ---- waiting -------------------------------------------------------------------- */
 
-/* What NCCL says of the communicator; with a message where that is an error. */
+/* Reads the state of the communicator; an error comes with its message. */
 static pl_status query_locked(const pli_nccl *self, const char *doing,
                               pli_nccl_result *out)
 {
@@ -97,7 +96,7 @@ static pl_status begin_call(pli_nccl *self, pli_cuda_scope *scope)
 {
     pl_status st = PL_OK;
     PL_TRY(pli_cuda_enter(self->backend, scope));
-    atomic_store(&self->entered_ns, pli_now_ns()); /* before anybody finds it locked */
+    atomic_store(&self->entered_ns, pli_now_ns()); /* before a check sees it locked */
     (void)pthread_mutex_lock(&self->lock);
     if (self->comm != NULL)
         goto done;
@@ -117,7 +116,7 @@ static pl_status end_call(pli_nccl *self, const pli_cuda_scope *scope,
     if (!pli_nccl_is_taken(result) && comm != NULL)
         st = pli_nccl_fail(self->library, comm, result, doing);
     (void)pthread_mutex_unlock(&self->lock);
-    if (st == PL_OK) /* also after a success: NCCL has been seen to say so too early */
+    if (st == PL_OK) /* even after ncclSuccess: NCCL was seen to return it too early */
         st = pli_nccl_await_call(self, doing);
     pli_cuda_leave(self->backend, scope);
     return st;
@@ -125,7 +124,7 @@ static pl_status end_call(pli_nccl *self, const pli_cuda_scope *scope,
 
 /* ---- operations ----------------------------------------------------------------- */
 
-/* How NCCL sees elements of a type: complex ones are two floats. */
+/* NCCL's type for a dtype: a complex number is two floats. */
 typedef struct wire {
     pli_nccl_dtype dtype;
     int n_each; /* 0: NCCL cannot add these */
@@ -153,13 +152,13 @@ pl_status pli_nccl_can(const pl_op *op)
 {
     pl_status st = PL_OK;
     if (op->kind == PL_BARRIER)
-        PL_FAIL(PL_EINVAL, "a barrier is no operation of a device");
+        PL_FAIL(PL_EINVAL, "a device cannot run a barrier");
     if (op->kind > PL_REDUCE)
         goto done;
     if (op->reduction == PL_MAX || (op->reduction == PL_MEAN && is_integer(op->dtype)))
         PL_FAIL(PL_EINVAL,
-                "%s on a device cannot be reduced that way: sums are for all types, "
-                "means for floating point, maxima for host memory",
+                "%s on a device cannot be reduced that way: sums take all types, the "
+                "mean takes floating point types, and maxima need host memory",
                 pl_dtype_text(op->dtype));
     if (wire_of(op->dtype).n_each == 0)
         PL_FAIL(PL_EINVAL, "NCCL cannot add %s", pl_dtype_text(op->dtype));
@@ -180,7 +179,7 @@ static pli_nccl_result call_reducing(const pli_nccl *self, const pl_op *op,
     return lib->Reduce(memory, memory, n, as.dtype, how, op->root, self->comm, stream);
 }
 
-/* What only moves is bytes. */
+/* Operations that only move data move bytes. */
 static pli_nccl_result call_moving(const pli_nccl *self, const pl_op *op, char *memory,
                                    pli_nccl_stream stream)
 {
@@ -263,11 +262,11 @@ pl_status pli_nccl_check(pli_nccl *self)
         (void)pthread_mutex_unlock(&self->lock);
         goto done;
     }
-    /* A thread is inside, and will hear of errors, if it ever comes back. */
+    /* A thread is inside, and gets NCCL's errors when its call returns, if ever. */
     const int64_t age_ns = pli_now_ns() - atomic_load(&self->entered_ns);
     if (age_ns > self->deadline_ns + self->deadline_ns / 4)
         PL_FAIL(PL_ETIMEOUT,
-                "rank %d: a call into NCCL has not come back within the deadline",
+                "rank %d: a call into NCCL has not returned within the deadline",
                 self->rank);
 done:
     return st;
@@ -275,8 +274,8 @@ done:
 
 /* ---- memory --------------------------------------------------------------------- */
 
-/* Before NCCL 2.27 its allocator rounds up to what multicast has best, which is far
- * more than memory of this size where there is NVSwitch. */
+/* Before 2.27, NCCL's allocator rounds up to the granularity of multicast, which on
+ * NVSwitch machines far exceeds a small allocation. */
 static int prefers_its_own(const pli_nccl_library *library, size_t n_bytes)
 {
     return library != NULL && library->MemAlloc != NULL &&

@@ -1,10 +1,10 @@
-/* nccl_end.c - the end of a communicator: flushed and destroyed, or aborted.
+/* nccl_end.c - ends a communicator: flushes and destroys it, or aborts it.
  *
- * Each of these calls may wait, for peers, for graphs, for the device: it is made in a
- * helper thread, and waited for only so long.  To destroy frees the communicator, so
- * nothing may be called on it beside or behind that; where NCCL can flush by itself
- * (CommFinalize), that is what is given up, and the communicator is aborted.  A helper
- * that has not come to its call by then must not make it any more.
+ * Each of these calls may wait for peers, graphs or the device.  So a helper thread
+ * makes the call, and the caller waits a limited time.  CommDestroy frees the
+ * communicator, so nothing may be called on it beside or after that.  If NCCL can flush
+ * separately (CommFinalize), only the flush is given up, and the communicator is then
+ * aborted; a helper that has not yet begun the flush must not begin it any more.
  */
 #include <stdatomic.h>
 #include <unistd.h>
@@ -16,10 +16,10 @@
 #include "nccl_state.h"
 
 enum {
-    BLOCKED_MS = 1000, /* that an abort waits for a thread inside of NCCL */
-    ABORT_MS = 10000,  /* that it may take */
-    GRAPHS_MS = 200,   /* ... where graphs may keep NCCL from its end */
-    BEGUN_MS = 100     /* a thread that is about to call NCCL is inside by then */
+    BLOCKED_MS = 1000, /* an abort waits for a thread inside NCCL */
+    ABORT_MS = 10000,  /* an abort may take */
+    GRAPHS_MS = 200,   /* ... if graphs may keep NCCL from ending */
+    BEGUN_MS = 100     /* a helper about to call NCCL is inside by then */
 };
 
 typedef pli_nccl_result (*ending)(pli_nccl_comm comm);
@@ -27,18 +27,18 @@ typedef pli_nccl_result (*ending)(pli_nccl_comm comm);
 typedef enum farewell_phase {
     FAREWELL_AHEAD,
     FAREWELL_BEGUN,
-    FAREWELL_REVOKED /* it will not be made */
+    FAREWELL_REVOKED /* the call will not be made */
 } farewell_phase;
 
-/* One call, and what it needs. */
+/* One call and its data. */
 typedef struct farewell {
     ending end;
     pli_nccl_comm comm;
-    pl_backend *backend; /* retained by the one on the heap */
+    pl_backend *backend; /* retained by the copy on the heap */
     pli_nccl_result result;
     int is_revocable;
     atomic_int phase;         /* farewell_phase */
-    _Atomic int64_t begun_ns; /* once it has begun, or is about to */
+    _Atomic int64_t begun_ns; /* set just before the call begins */
 } farewell;
 
 static void drop_farewell(void *context)
@@ -62,8 +62,8 @@ static pl_status run_farewell(void *context)
     return PL_OK;
 }
 
-/* Waits for the call; one that may be revoked is, where it has not begun by then, or is
- * given its time from its beginning on. */
+/* Waits most_ns for the call.  If a revocable call has not begun by then, revokes it;
+ * if it has begun, waits for most_ns from its beginning. */
 static void wait_for(farewell *self, const pli_helper *helper, int64_t most_ns)
 {
     static const char what[] = "a communicator's end";
@@ -78,7 +78,7 @@ static void wait_for(farewell *self, const pli_helper *helper, int64_t most_ns)
     (void)!pli_helper_wait(helper, &waiting, what);
 }
 
-/* *out: what the call has returned; 0 where it has not, by then. */
+/* Returns 0 if the call did not return in time; else sets *out to its result. */
 static int call_for(const farewell *what, int64_t most_ns, pli_nccl_result *out)
 {
     farewell here = *what;
@@ -107,8 +107,8 @@ static int call_for(const farewell *what, int64_t most_ns, pli_nccl_result *out)
     return 1;
 }
 
-/* A thread that NCCL keeps inside is waited for only so long: an abort is what lets it
- * go.  Nobody else gets the communicator from now on. */
+/* Takes the communicator: no other thread gets it from now on.  Waits a limited time
+ * for a thread inside NCCL, because only the abort may release it. */
 static pli_nccl_comm take_comm(pli_nccl *self)
 {
     pli_backoff waiting = pli_backoff_begin(BLOCKED_MS * PLI_MS, NULL, NULL);
@@ -139,7 +139,7 @@ void pli_nccl_abort(pli_nccl *self)
     end_comm(self, self->library->CommAbort, most_ms * PLI_MS);
 }
 
-/* Whether all that was sent has been handed over. */
+/* Whether NCCL has flushed all data. */
 static int flush(pli_nccl *self, int64_t most_ns)
 {
     pli_nccl_result result = PLI_NCCL_SUCCESS;
@@ -150,7 +150,7 @@ static int flush(pli_nccl *self, int64_t most_ns)
     if (what.comm == NULL || !call_for(&what, most_ns, &result) ||
         !pli_nccl_is_taken(result))
         return 0;
-    self->poll = NULL; /* whoever else ends, too, has done no wrong */
+    self->poll = NULL; /* a peer that ends too is not a failure */
     self->deadline_ns = most_ns;
     return pli_nccl_await_call(self, "flushing") == PL_OK;
 }
@@ -162,7 +162,7 @@ void pli_nccl_finish(pli_nccl *self, int64_t most_ns)
     const ending destroy = self->library->CommDestroy;
     if (atomic_load(&self->is_captured))
         end_comm(self, destroy, GRAPHS_MS * PLI_MS);
-    else if (self->library->CommFinalize == NULL) /* ... which then flushes */
+    else if (self->library->CommFinalize == NULL) /* CommDestroy flushes then */
         end_comm(self, destroy, most_ns);
     else if (flush(self, most_ns))
         end_comm(self, destroy, ABORT_MS * PLI_MS);

@@ -1,9 +1,9 @@
-/* nccl_init.c - making a communicator.
+/* nccl_init.c - makes a communicator.
  *
- * NCCL's call may wait for the other ranks, for ever where one does not come.  So it is
- * made in a helper thread; the rank's own looks after its peers and signals meanwhile,
- * and leaves the helper behind where it gives up.  A communicator that comes of it
- * later is aborted there.
+ * NCCL's call waits for the other ranks, and never returns if one does not come.  So a
+ * helper thread makes it, while the rank's thread checks its peers and signals.  If the
+ * rank gives up, it leaves the helper behind; the helper then aborts any communicator
+ * that it still gets.
  */
 #include <string.h>
 #include <unistd.h>
@@ -34,7 +34,7 @@ done:
 
 /* ---- in the helper thread ------------------------------------------------------- */
 
-/* What the call reads and writes. */
+/* The data of the call. */
 typedef struct meeting {
     pli_nccl_library *library; /* retained */
     pl_backend *backend;       /* retained */
@@ -65,10 +65,10 @@ static void drop_meeting(void *context)
     free_meeting(self);
 }
 
-/* Whether calls are to return when they are done: where NCCL knows no other way, for
- * 2.26, whose other way has been reported to hang, and unless the user wants the other:
- * since 2.23 it starts a thread a call.  NCCL_COMM_BLOCKING overrules what is asked for
- * here; nothing else depends on it. */
+/* Whether NCCL's calls must block: if NCCL has no other mode; in 2.26, whose other mode
+ * was reported to hang; and unless the user chose the other mode, which starts a thread
+ * per call since 2.23.  NCCL_COMM_BLOCKING overrides this choice; nothing else depends
+ * on it. */
 static int is_to_block(const pli_nccl_library *library)
 {
     return library->CommInitRankConfig == NULL || library->version / 100 == 226 ||
@@ -89,14 +89,14 @@ static pl_status meet(void *context)
                                       self->rank, &self->config);
     if (!pli_nccl_is_taken(result)) {
         st = pli_nccl_fail(lib, NULL, result, doing);
-        self->comm = NULL; /* nothing may be called on it */
+        self->comm = NULL; /* no function may be called on it */
     }
     pli_cuda_leave(self->backend, &scope);
 done:
     return st;
 }
 
-/* ---- in the rank's -------------------------------------------------------------- */
+/* ---- in the rank's thread ------------------------------------------------------- */
 
 static pl_status meet_aside(pli_nccl *self, const pli_nccl_options *options)
 {
@@ -129,8 +129,8 @@ static pl_status meet_aside(pli_nccl *self, const pli_nccl_options *options)
         met = NULL;
         goto done;
     }
-    /* No other thread knows of it yet.  There is one also where the ranks have met in
-     * the moment in which this one gave up: it is for whoever frees `self` to abort. */
+    /* No other thread has it yet.  There may be one even if this rank gave up, when the
+     * ranks met at that moment: then destroying `self` aborts it. */
     self->comm = met->comm;
 done:
     free_meeting(met);

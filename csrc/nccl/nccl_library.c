@@ -1,4 +1,4 @@
-/* nccl_library.c - where NCCL is searched, and what is taken of it. */
+/* nccl_library.c - finds the NCCL library and loads its functions. */
 #include "nccl_library.h"
 
 #include <dlfcn.h>
@@ -14,7 +14,7 @@
     "install torch with its CUDA packages, which bring NCCL (nvidia-nccl-cu12 or "     \
     "-cu13), or give the path of a libnccl.so.2 in PACELINE_LIBNCCL"
 
-/* What was tried so far. */
+/* The places tried so far, for the message. */
 typedef struct library_search {
     char tried[1024];
     size_t n;
@@ -38,7 +38,7 @@ static void *try_path(library_search *self, const char *path)
     return handle;
 }
 
-/* torch's own copy: by its soname, or inside of torch's libraries. */
+/* torch's copy: by its soname, or linked into torch's libraries. */
 static void *try_loaded(library_search *self)
 {
     void *handle = dlopen(SONAME, RTLD_NOW | RTLD_NOLOAD);
@@ -75,7 +75,7 @@ static pl_status take_symbols(pli_nccl_library *library)
     PLI_NCCL_OPTIONAL_MAP(TAKE_OPTIONAL)
 #undef TAKE_REQUIRED
 #undef TAKE_OPTIONAL
-    /* Either is of no use without the other. */
+    /* Neither function of a pair is of use without the other. */
     if (library->MemFree == NULL)
         library->MemAlloc = NULL;
     if (library->CommDeregister == NULL)
@@ -84,7 +84,7 @@ done:
     return st;
 }
 
-/* 2804 was 2.8.4; 20908 was 2.9.8. */
+/* Up to 2.8, version 2804 is 2.8.4; since then, 20908 is 2.9.8. */
 static pl_status check_version(pli_nccl_library *library)
 {
     pl_status st = PL_OK;
@@ -92,7 +92,7 @@ static pl_status check_version(pli_nccl_library *library)
     const int v = library->version;
     const int of_major = v < 10000 ? 1000 : 10000;
     if (result != PLI_NCCL_SUCCESS)
-        PL_FAIL(PL_EUNSUPPORTED, "NCCL does not tell its version: %s",
+        PL_FAIL(PL_EUNSUPPORTED, "cannot read NCCL's version: %s",
                 library->GetErrorString(result));
     if (v < PLI_NCCL_OLDEST)
         PL_FAIL(
@@ -133,7 +133,7 @@ void pli_nccl_library_retain(pli_nccl_library *library)
 
 void pli_nccl_library_release(pli_nccl_library *library)
 {
-    /* Its handle is not closed: threads of NCCL's may run there. */
+    /* Keep the handle open: NCCL's threads may run its code. */
     if (library != NULL && atomic_fetch_sub(&library->n_users, 1) == 1)
         pli_free(library);
 }

@@ -1,11 +1,11 @@
-/* nccl_library.h - NCCL, found at run time.
+/* nccl_library.h - NCCL, loaded at run time.
  *
- * What we use of its API is declared here, so that no header of NCCL's is needed to
- * build; tests/unit/repository/test_nccl_prototypes.py holds these lines against a real
- * nccl.h where there is one.
+ * This file declares the part of NCCL's API that we use, so that the build needs no
+ * NCCL header; tests/unit/repository/test_nccl_prototypes.py compares these lines with
+ * a real nccl.h if one is installed.
  *
- * The library is, in this order: the one that PACELINE_LIBNCCL names; the one that is
- * in the process already, which is torch's; the one at the path that the caller found.
+ * The library is the one that PACELINE_LIBNCCL names.  If it is not set: torch's, if
+ * loaded; else the one at the caller's path; else what the linker finds.
  */
 #ifndef PLI_NCCL_LIBRARY_H
 #define PLI_NCCL_LIBRARY_H
@@ -16,7 +16,7 @@
 
 enum { PLI_NCCL_ID_BYTES = 128 };
 
-#ifndef PLI_NCCL_TYPES /* the test gives NCCL's own */
+#ifndef PLI_NCCL_TYPES /* the test takes these from nccl.h */
 typedef int pli_nccl_result;
 typedef int pli_nccl_dtype;
 typedef int pli_nccl_reduction;
@@ -25,7 +25,7 @@ typedef struct CUstream_st *pli_nccl_stream;
 typedef struct pli_nccl_id {
     char bytes[PLI_NCCL_ID_BYTES];
 } pli_nccl_id;
-/* The beginning of ncclConfig_t, as 2.14 had it: NCCL takes the rest as not given. */
+/* The beginning of ncclConfig_t, as in 2.14: NCCL treats the other fields as unset. */
 typedef struct pli_nccl_config {
     size_t size;
     unsigned magic;
@@ -48,7 +48,7 @@ enum { PLI_NCCL_OLDEST = 21000 }; /* the first with ncclAvg */
     X(PLI_NCCL_REMOTE_ERROR, ncclRemoteError, 6)                                       \
     X(PLI_NCCL_IN_PROGRESS, ncclInProgress, 7)
 
-/* ... and what newer ones say, in the same columns */
+/* ... and those of newer versions, in the same columns */
 #define PLI_NCCL_NEW_RESULT_MAP(X) X(PLI_NCCL_TIMEOUT, ncclTimeout, 8) /* 2.32 */
 
 #define PLI_NCCL_DTYPE_MAP(X)                                                          \
@@ -72,7 +72,7 @@ enum { PLI_NCCL_DTYPE_MAP(PLI_NCCL_ENUM) };
 enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
 #undef PLI_NCCL_ENUM
 
-/* name, result, arguments: what every NCCL since 2.10 has */
+/* name, result, arguments: functions that every NCCL since 2.10 has */
 #define PLI_NCCL_REQUIRED_MAP(X)                                                       \
     X(GetVersion, pli_nccl_result, (int *out))                                         \
     X(GetErrorString, const char *, (pli_nccl_result result))                          \
@@ -104,7 +104,7 @@ enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
     X(GroupStart, pli_nccl_result, (void))                                             \
     X(GroupEnd, pli_nccl_result, (void))
 
-/* ... and what newer ones have: since when, in the comment behind.  NULL: not there */
+/* ... and those of newer versions, each with its first version; NULL if missing */
 #define PLI_NCCL_OPTIONAL_MAP(X)                                                       \
     X(GetLastError, const char *, (pli_nccl_comm comm)) /* 2.13 */                     \
     X(CommInitRankConfig, pli_nccl_result,                                             \
@@ -117,7 +117,7 @@ enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
       (const pli_nccl_comm comm, void *memory, size_t n_bytes, void **out))            \
     X(CommDeregister, pli_nccl_result, (const pli_nccl_comm comm, void *handle))
 
-/* Counted.  The code stays in the process for good: memory of it may outlive all. */
+/* Reference-counted.  The code stays loaded: NCCL's memory may outlive all users. */
 typedef struct pli_nccl_library {
     void *handle;
     int version; /* 22907 for 2.29.7 */
@@ -128,12 +128,12 @@ typedef struct pli_nccl_library {
     atomic_int n_users;
 } pli_nccl_library;
 
-/* `path`: where the caller found one; NULL: nowhere.  *out: for
- * pli_nccl_library_release().  PL_EUNSUPPORTED where there is none, or none that is new
- * enough, with what was tried and what to do. */
+/* `path`: a candidate of the caller's, or NULL.  Release *out with
+ * pli_nccl_library_release().  PL_EUNSUPPORTED if no library is found, or it is too
+ * old; the message lists what was tried and what to do. */
 pl_status pli_nccl_library_open(const char *path, pli_nccl_library **out) PL_MUST_USE;
 
-/* One user more; one less.  NULL is allowed. */
+/* Add a user; remove one.  NULL is allowed. */
 void pli_nccl_library_retain(pli_nccl_library *library);
 void pli_nccl_library_release(pli_nccl_library *library);
 

@@ -1,4 +1,4 @@
-/* nccl_state.h - what a communicator is made of; for nccl*.c alone. */
+/* nccl_state.h - the state of a communicator; for nccl*.c only. */
 #ifndef PLI_NCCL_STATE_H
 #define PLI_NCCL_STATE_H
 
@@ -17,24 +17,24 @@ struct pli_nccl {
     pl_status (*poll)(void *context);
     void *context;
     pid_t owner_pid;
-    pthread_mutex_t lock;        /* round each call */
-    _Atomic(pli_nccl_comm) comm; /* NULL: not made, or aborted, where need be without
+    pthread_mutex_t lock;        /* held during each call */
+    _Atomic(pli_nccl_comm) comm; /* NULL: not made, or aborted; an abort may not have
                                     the lock */
-    _Atomic int64_t entered_ns;  /* when a call began last */
-    atomic_int is_captured;      /* a graph may hold operations of it */
+    _Atomic int64_t entered_ns;  /* when the latest call began */
+    atomic_int is_captured;      /* a graph may hold its operations */
 };
 
-/* Whether NCCL has taken what it was asked for, be it that it is still at it. */
+/* Whether NCCL accepted the call, even if it has not completed. */
 static inline int pli_nccl_is_taken(pli_nccl_result result)
 {
     return result == PLI_NCCL_SUCCESS || result == PLI_NCCL_IN_PROGRESS;
 }
 
-/* Puts an error into a message, with NCCL's own text. */
+/* Turns NCCL's result into a status, with NCCL's own text in the message. */
 pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
                         pli_nccl_result result, const char *doing);
 
-/* Waits until NCCL has ended what it was called for. */
+/* Waits until NCCL has completed the call. */
 pl_status pli_nccl_await_call(pli_nccl *self, const char *doing) PL_MUST_USE;
 
 #endif

@@ -1,7 +1,7 @@
-/* watchdog.c - a thread that goes round a list under a lock.
+/* watchdog.c - a thread that walks a list under a lock.
  *
- * The lock is free while a world is checked; `current` says which that is, and who
- * takes it out of the list waits for the end of that check.
+ * The thread releases the lock while it checks a world; `current` is that world's
+ * context.  To remove that world, a caller waits until the check has ended.
  */
 #include "watchdog.h"
 
@@ -22,14 +22,14 @@ typedef struct entry {
 struct pli_watchdog {
     pthread_mutex_t lock;
     pthread_cond_t changed; /* the list, `current`, or is_stopped */
-    pthread_t thread;       /* there where is_running */
+    pthread_t thread;       /* valid if is_running */
     int is_running;
-    int is_stopped; /* the thread is to end; who wants anything else waits for that */
+    int is_stopped; /* the thread must end; joins and leaves wait until it has */
     pid_t owner_pid;
     entry *entries;
     size_t n_entries;
     size_t capacity;
-    const void *current; /* whose check is under way */
+    const void *current; /* of the check under way */
 };
 
 static void init_locks(pli_watchdog *self)
@@ -66,7 +66,7 @@ static void rest_locked(pli_watchdog *self)
 
 static void check_all_locked(pli_watchdog *self)
 {
-    /* One that leaves puts the last in its place, which is then left out this time. */
+    /* The last entry takes the place of one that leaves, and is skipped this time. */
     for (size_t i = 0; i < self->n_entries && !self->is_stopped; i++) {
         const entry one = self->entries[i];
         self->current = one.context;
@@ -102,7 +102,7 @@ pl_status pli_watchdog_join(pli_watchdog *self, void (*check)(void *context),
     pl_status st = PL_OK;
     (void)pthread_mutex_lock(&self->lock);
     await_end_locked(self);
-    PL_TRY(pli_grow(self->n_entries, sizeof *self->entries, "what is watched",
+    PL_TRY(pli_grow(self->n_entries, sizeof *self->entries, "the watched worlds",
                     &self->capacity, &self->entries));
     if (!self->is_running)
         PL_TRY(pli_thread_start(run, self, "watches the GPUs' work", &self->thread));
@@ -113,7 +113,7 @@ done:
     return st;
 }
 
-/* Ends the thread; the lock is held, and is free meanwhile. */
+/* Ends the thread.  The caller holds the lock, which is free meanwhile. */
 static void stop_locked(pli_watchdog *self)
 {
     self->is_stopped = 1;
@@ -149,7 +149,7 @@ void pli_watchdog_forget(pli_watchdog *self)
 {
     if (self == NULL || self->owner_pid == getpid())
         return;
-    init_locks(self); /* whoever held them is not here */
+    init_locks(self); /* the threads that held them do not exist here */
     self->is_running = self->is_stopped = 0;
     self->current = NULL;
     self->n_entries = 0;
