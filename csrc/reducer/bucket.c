@@ -1,4 +1,4 @@
-/* bucket.c - the one move from each phase. */
+/* bucket.c - each phase allows one move. */
 #include "bucket.h"
 
 static const char *const phase_texts[PL_N_BUCKET_PHASES] = {

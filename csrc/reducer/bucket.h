@@ -13,7 +13,7 @@
 
 #define PLI_BUCKET_PHASE_MAP(X)                                                        \
     X(PL_BUCKET_FILLING, "filling") /* gradients arrive */                             \
-    X(PL_BUCKET_READY, "ready")     /* all that are expected are in */                 \
+    X(PL_BUCKET_READY, "ready")     /* all expected gradients are in */                \
     X(PL_BUCKET_POSTED, "posted")   /* the peers may read and write it */              \
     X(PL_BUCKET_REDUCED, "reduced") /* means are in place; it is ours again */
 
@@ -24,7 +24,7 @@ typedef enum pl_bucket_phase {
         PL_N_BUCKET_PHASES
 } pl_bucket_phase;
 
-/* Moves *phase to `to`; PL_ESTATE, naming the bucket, if that is not the next one. */
+/* Moves *phase to `to`; PL_ESTATE, with the bucket's number, if that is not next. */
 pl_status pl_bucket_move(pl_bucket_phase *phase, pl_bucket_phase to,
                          size_t bucket) PL_MUST_USE;
 

@@ -1,5 +1,4 @@
-/* reducer.c - a reducer's memory and life, the beginning of a step, and what may be
- * asked. */
+/* reducer.c - creates a reducer, begins its steps, and answers queries. */
 #include "reducer.h"
 
 #include <string.h>
@@ -21,7 +20,7 @@ static size_t line_up(size_t n_bytes)
 
 static arena_layout lay_out_arena(const pl_reducer_spec *spec)
 {
-    /* Buckets are on a page of their own, to be mapped by themselves: a multiple of
+    /* Buckets begin on a page, so that they can be mapped separately: a multiple of
      * every page size in use. */
     const size_t page = 65536;
     const int n_ranks =
@@ -47,13 +46,13 @@ size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec)
 
 size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
 {
-    size_t n_ops = OPS_BESIDE_BUCKETS + spec->n_params; /* at least one a parameter */
+    size_t n_ops = OPS_BESIDE_BUCKETS + spec->n_params; /* buckets, at most */
     if (spec->staging_bytes > 0)
         n_ops += PLI_EXCHANGE_SEGMENTS;
     return n_ops + pl_plan_bytes(spec->params, spec->n_params) / PLI_SHM_CHUNK_BYTES;
 }
 
-/* ---- who takes part ------------------------------------------------------------- */
+/* ---- participation -------------------------------------------------------------- */
 
 pl_participation pli_reducer_full_participation(const pl_reducer *self)
 {
@@ -83,7 +82,7 @@ void pli_reducer_read_participation(pl_reducer *self)
 
 /* ---- life ----------------------------------------------------------------------- */
 
-/* *out: for take_caps(), or pli_free(). */
+/* *out: give it to take_caps() or pli_free(). */
 static pl_status copy_each_cap(const pl_plan_caps *caps, size_t **out)
 {
     pl_status st = PL_OK;
@@ -97,7 +96,7 @@ done:
     return st;
 }
 
-/* The caps are `self->spec.caps` from now on; `each` is a copy of theirs. */
+/* Sets self->spec.caps.  Takes over `each`, a copy of theirs. */
 static void take_caps(pl_reducer *self, const pl_plan_caps *caps, size_t *each)
 {
     pli_free((void *)self->spec.caps.each);
@@ -125,15 +124,18 @@ static pl_status check(const pl_reducer_spec *spec, const pl_comm *comm)
 {
     if (pl_comm_world_size(comm) > PL_MAX_RANKS &&
         pl_comm_world_size(comm) != spec->world_size)
-        return pli_fail(PL_EINVAL, "a reducer for %d ranks is made in a world of %d",
+        return pli_fail(PL_EINVAL,
+                        "cannot make a reducer for %d ranks in a world of %d",
                         spec->world_size, pl_comm_world_size(comm));
     if (pl_comm_arena_bytes(comm) < pl_reducer_arena_bytes(spec))
         return pli_fail(
-            PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
+            PL_EINVAL,
+            "an arena of %zu bytes is too small for %zu parameters: give %zu",
             pl_comm_arena_bytes(comm), spec->n_params, pl_reducer_arena_bytes(spec));
     if (comm->backend != NULL && comm->host_bytes != pl_reducer_header_bytes(spec))
         return pli_fail(
-            PL_EINVAL, "%zu bytes of host memory are not the %zu of a reducer's header",
+            PL_EINVAL,
+            "the world has %zu bytes of host memory, not the %zu of a reducer's header",
             comm->host_bytes, pl_reducer_header_bytes(spec));
     for (size_t i = 0; i < spec->n_params; i++)
         if (spec->params[i].dtype < PL_F16)
@@ -215,7 +217,7 @@ static void arm_buckets(pl_reducer *self)
     }
 }
 
-/* What the root saw; in the arena since the first step. */
+/* The order that the root saw; it is in the arena since the first step. */
 static const uint32_t *learned_order(const pl_reducer *self)
 {
     return (const uint32_t *)(const void *)(self->arena + self->at.order);
@@ -245,7 +247,8 @@ pl_status pl_reducer_set_comm_hook(pl_reducer *self, const pl_comm_hook *hook,
     const uint32_t *order =
         self->learning == LEARNING_DONE ? learned_order(self) : NULL;
     if (self->phase != REDUCER_IDLE)
-        PL_FAIL(PL_ESTATE, "a hook is set while a step is under way, or has failed");
+        PL_FAIL(PL_ESTATE,
+                "cannot set a hook while a step is under way, or has failed");
     PL_TRY(copy_each_cap(caps, &each));
     PL_TRY(pli_reducer_lay_out(self, order, caps));
     take_caps(self, caps, each);
@@ -266,7 +269,7 @@ pl_status pl_reducer_begin(pl_reducer *self)
 {
     pl_status st = PL_OK;
     if (self->phase != REDUCER_IDLE)
-        PL_FAIL(PL_ESTATE, "a step begins while another is under way");
+        PL_FAIL(PL_ESTATE, "cannot begin a step while another is under way");
     if (self->learning == LEARNING_ORDER_KNOWN) { /* the second step, on every rank */
         PL_TRY(pli_reducer_lay_out(self, learned_order(self), &self->spec.caps));
         self->learning = LEARNING_DONE;
@@ -290,7 +293,7 @@ done:
     return st;
 }
 
-/* ---- what may be asked ---------------------------------------------------------- */
+/* ---- queries -------------------------------------------------------------------- */
 
 int pl_reducer_is_learned(const pl_reducer *self)
 {

@@ -1,34 +1,34 @@
-/* reducer.h - fills buckets as gradients arrive, issues them, says when means are in.
+/* reducer.h - fills buckets as gradients arrive, issues them, and waits for the means.
  *
  * One step:
  *
  *     begin   mark_ready mark_ready ...   mark_unused ...   close   wait
  *     [write_late ...   close   wait]   end
  *
- * `mark_ready` is called as each gradient comes out of backward, and posts a bucket as
- * soon as all that came last time are in (never before the buckets ahead of it: the
- * order is every rank's).  `mark_unused` is for a parameter that no gradient came for.
- * `close` posts what is left, with two bytes a parameter: who used it, who was late.
- * `wait` ends with every mean in place.
+ * `mark_ready` takes each gradient as backward produces it, and posts a bucket once all
+ * gradients that came last time are in (never before the buckets ahead of it: the order
+ * is the same on every rank).  `mark_unused` is for a parameter without a gradient.
+ * `close` posts the remaining buckets, and two bytes per parameter: whether any rank
+ * used it, and whether any was late.  `wait` ends with every mean in place.
  *
  * A gradient that comes after its bucket was posted is *late*: mark_ready refuses it,
  * the caller keeps it, and after `wait` every rank takes part in a second all-reduce of
- * that parameter.  Buckets are posted early only on the strength of the last step, so a
+ * that parameter.  Only what came in the last step lets a bucket be posted early, so a
  * model whose parameters get ready as often as last time is never late.
  *
- * A rank that has no gradients any more may take *shadow steps*: it takes part with
- * zeros, so that the others get their means.  Each step's bytes show every rank who
- * took part how: the *participation*.
+ * A rank that has no more gradients may take *shadow steps*: it contributes zeros, so
+ * that the others get their means.  The flags of a step show every rank the role of
+ * each: the *participation*.
  *
  * The arena:
  *
  *     [ used: n bytes ][ late: n bytes ][ roles ][ forwards ][ order: n uint32 ]
  *     [ extra ][ staging ][ buckets ]
  *
- * `extra` is broadcast with each step, from rank 0, or from the lowest rank that was
- * active in the step before; the caller decides what is in it.
- * `staging` is the caller's, between `wait` and `end`: sparse_exchange.h.
- * One thread at a time calls a reducer.
+ * `extra` is broadcast with each step, from the lowest rank that was active in the step
+ * before, at first rank 0; the caller decides what is in it.  The caller may use
+ * `staging` between `wait` and `end`: sparse_exchange.h.  One thread at a time calls a
+ * reducer.
  */
 #ifndef PLI_REDUCER_H
 #define PLI_REDUCER_H
@@ -39,21 +39,22 @@
 
 typedef struct pl_reducer pl_reducer;
 
-/* What a gradient does to what is in its slot. */
+/* How a gradient changes its slot. */
 typedef enum pl_write_mode {
-    PL_REPLACE,  /* the slot becomes the data; zeros where there is none */
+    PL_REPLACE,  /* the data replaces the slot's; zeros if there is none */
     PL_ADD,      /* the data is added to the slot */
     PL_IN_PLACE, /* the data is in the slot already */
 } pl_write_mode;
 
 typedef enum pl_ready_result {
     PL_COPIED,   /* the data was copied, or its copy enqueued: the caller may drop it */
-    PL_LATE,     /* the bucket is posted: the caller keeps it for write_late */
-    PL_DEFERRED, /* it is copied with its bucket: the caller keeps it, and its values,
-                until that is posted (pl_reducer_n_posted), or the step has failed */
+    PL_LATE,     /* the bucket is posted: the caller keeps the data for write_late */
+    PL_DEFERRED, /* the data is copied with its bucket: the caller keeps it unchanged
+                    until the bucket is posted (pl_reducer_n_posted), or the step has
+                    failed */
 } pl_ready_result;
 
-/* What every rank must agree on before a world is made. */
+/* What all ranks must agree on before a world is made. */
 typedef struct pl_reducer_spec {
     const pl_param *params; /* borrowed during calls only */
     size_t n_params;
@@ -63,19 +64,19 @@ typedef struct pl_reducer_spec {
     pl_plan_caps caps;
 } pl_reducer_spec;
 
-/* The arena that such a reducer needs, and its most operations in flight.  The header,
- * at the arena's start, is host memory; all behind it is the backend's:
- * comm->host_bytes is pl_reducer_header_bytes() where there is a device. */
+/* The size of the reducer's arena, and the most operations in flight.  The header, at
+ * the arena's start, is host memory; all behind it is the backend's: if there is a
+ * device, comm->host_bytes must be pl_reducer_header_bytes(). */
 size_t pl_reducer_header_bytes(const pl_reducer_spec *spec);
 size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec);
 size_t pl_reducer_max_ops(const pl_reducer_spec *spec);
 
-/* Who averages the buckets in place of the world: a communication hook of the user's.
- * All else (flags, order, extra) is the world's all the same. */
+/* A communication hook of the user, which averages the buckets in place of the world.
+ * The world still carries all else (flags, order, extra). */
 typedef struct pl_comm_hook {
     void *context;
-    /* Called with each bucket as it is posted, in order, in mark_ready or close: its
-     * slots are the hook's until `wait` has returned.  Never waits. */
+    /* Called in mark_ready or close with each bucket as it is posted, in order: the
+     * hook owns its slots until `wait` has returned.  Must not wait. */
     pl_status (*post)(void *context, size_t bucket);
 } pl_comm_hook;
 
@@ -84,55 +85,53 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
                             pl_backend *backend, pl_reducer **out) PL_MUST_USE;
 void pl_reducer_destroy(pl_reducer *reducer);
 
-/* Between steps, on every rank: hands the buckets, cut anew under `caps`, to a hook.
- * After `wait` its owner writes the means to the slots; late gradients cannot be
- * taken.  PL_ESTATE where a step is under way or has failed. */
+/* Between steps, on every rank: makes a plan under `caps`, and gives its buckets to a
+ * hook.  After `wait` the hook's owner writes the means to the slots; late gradients
+ * cannot be taken.  PL_ESTATE if a step is under way or has failed. */
 pl_status pl_reducer_set_comm_hook(pl_reducer *reducer, const pl_comm_hook *hook,
                                    const pl_plan_caps *caps) PL_MUST_USE;
 
-/* The stream of all that follows but `mark_ready`, which has its own.  NULL at first.
- */
+/* Sets the stream of all calls but `mark_ready`, which has its own.  NULL at first. */
 void pl_reducer_set_stream(pl_reducer *reducer, pl_stream *stream);
 
-/* Collective, before the first step: has the world try what steps will ask of it,
- * behind what the stream holds, so that no step has to allocate or to connect ranks.
- * A no-op on the CPU. */
+/* Collective, before the first step: makes the world try the operations of steps, after
+ * the work on the stream, so that no step has to allocate or to connect ranks.  A no-op
+ * on the CPU. */
 pl_status pl_reducer_prepare(pl_reducer *reducer) PL_MUST_USE;
 
-/* Starts a step.  PL_ESTATE where one is under way. */
+/* Starts a step.  PL_ESTATE if one is under way. */
 pl_status pl_reducer_begin(pl_reducer *reducer) PL_MUST_USE;
 
-/* Hands over a gradient that backward has just produced; `data` is dense, in the
- * slot's layout; NULL: none came, which counts as zeros and as not used. */
+/* Takes a gradient that backward has just produced.  `data` is dense, in the slot's
+ * layout; NULL: there is none, which counts as zeros and as not used. */
 pl_status pl_reducer_mark_ready(pl_reducer *reducer, size_t param, const void *data,
                                 pl_write_mode mode, pl_stream *stream,
                                 pl_ready_result *out) PL_MUST_USE;
 
-/* Makes a deferred copy of the parameter's gradient now: the caller may drop it, or
- * change it.  A no-op where none is deferred. */
+/* Makes the deferred copy of the parameter's gradient now, so that the caller may drop
+ * or change the gradient.  A no-op if none is deferred. */
 pl_status pl_reducer_flush(pl_reducer *reducer, size_t param) PL_MUST_USE;
 
-/* Buckets posted in this step: 0 .. n - 1 of the plan.  What was kept for a member of
- * these may be dropped. */
+/* Buckets posted in this step: 0 .. n - 1 of the plan.  The caller may drop what it
+ * kept for their members. */
 size_t pl_reducer_n_posted(const pl_reducer *reducer);
 
-/* Whether a gradient that came for the parameter now would let buckets be posted. */
+/* Whether a gradient for the parameter would now let buckets be posted. */
 int pl_reducer_may_post(const pl_reducer *reducer, size_t param);
 
-/* Keeps the parameter's bucket back until `close`, whatever else comes: nothing that
- * arrives for it can then be late.  Called before the slot
- * is first written in a step. */
+/* Keeps the parameter's bucket back until `close`, so that no gradient for it can be
+ * late.  Call before the slot is first written in a step. */
 void pl_reducer_defer_bucket(pl_reducer *reducer, size_t param);
 
-/* Before `close`, for a parameter that was not marked ready: `data` (NULL: zeros) is
- * what this rank contributes should any rank have used it.  The caller keeps it as what
- * is PL_DEFERRED. */
+/* Before `close`, for a parameter that was not marked ready: this rank contributes
+ * `data` (NULL: zeros) if any rank has used it.  The caller keeps the data as if
+ * PL_DEFERRED. */
 typedef enum pl_use { PL_UNUSED, PL_USED } pl_use;
 pl_status pl_reducer_mark_unused(pl_reducer *reducer, size_t param, const void *data,
                                  pl_write_mode mode, pl_use use) PL_MUST_USE;
 
-/* Before `close`: what was just marked ready, or unused with PL_USED, is sparse, in its
- * first n_dims dimensions (1 to 254), and its slot holds it densely. */
+/* Before `close`: the gradient just marked ready, or unused with PL_USED, is sparse in
+ * its first n_dims dimensions (1 to 254); its slot holds it densely. */
 void pl_reducer_set_sparse(pl_reducer *reducer, size_t param, unsigned n_dims);
 
 pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
@@ -140,12 +139,12 @@ pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
 /* PL_EAGAIN after about slice_ns. */
 pl_status pl_reducer_wait(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
-/* After `wait`: what the stream does from now on comes behind the means.  Never waits
- * itself; a no-op on the CPU. */
+/* After `wait`: makes later work on the stream wait for the means.  The call itself
+ * never waits; a no-op on the CPU. */
 pl_status pl_reducer_order(pl_reducer *reducer) PL_MUST_USE;
 
-/* After `wait`: the parameters that were late on some rank.  Each rank writes what it
- * has for each: PL_ADD adds to the mean, PL_REPLACE puts a new total in its place. */
+/* After `wait`: the parameters that were late on some rank.  Each rank writes its data
+ * for each: PL_ADD adds to the mean, PL_REPLACE puts a new total in its place. */
 size_t pl_reducer_n_late(const pl_reducer *reducer);
 int pl_reducer_is_late(const pl_reducer *reducer, size_t param);
 pl_status pl_reducer_write_late(pl_reducer *reducer, size_t param, const void *data,
@@ -156,115 +155,113 @@ pl_status pl_reducer_write_late(pl_reducer *reducer, size_t param, const void *d
 /* A rank's synchronised forwards. */
 typedef struct pl_forwards {
     unsigned n;            /* since the last step */
-    unsigned n_answered;   /* of all, whose backward has begun since the last step */
-    unsigned n_unanswered; /* since the last step, whose backward has not begun */
+    unsigned n_answered;   /* of all: backward has begun since the last step */
+    unsigned n_unanswered; /* since the last step: backward has not begun */
 } pl_forwards;
 
-/* Between begin and close: has the flags carry this rank's. */
+/* Between begin and close: puts this rank's forwards into the flags. */
 void pl_reducer_set_forwards(pl_reducer *reducer, const pl_forwards *forwards);
 
-/* After `wait`: PL_EMISMATCH, on every rank, where active ranks are not in the same
- * step: one has skipped a backward, or takes one more. */
+/* After `wait`: PL_EMISMATCH, on every rank, if active ranks are not in the same step:
+ * one has skipped a backward, or run one more. */
 pl_status pl_reducer_check_forwards(const pl_reducer *reducer) PL_MUST_USE;
 
-/* In place of `end`, on every rank: nobody takes the means. */
+/* In place of `end`, on every rank: drops the means. */
 void pl_reducer_discard(pl_reducer *reducer);
 
-/* Between steps: this rank has given the step to come up by itself.  Where peers have
- * failed it, it is the same step, and this rank does not fail of that. */
+/* Between steps: this rank gives up the step to come.  If peers have failed that step,
+ * this counts as the same failure: recover() then returns no PL_EPEER. */
 void pl_reducer_skip(pl_reducer *reducer);
 
 /* ---- ranks without gradients (reducer_join.c) ----------------------------------- */
 
-/* What a rank is to a step; a rank is active unless it says otherwise. */
+/* A rank's role in a step; a rank is active by default. */
 typedef enum pl_role {
     PL_SHADOWING, /* it has taken shadow steps before */
     PL_JOINING,   /* it takes its first shadow step */
     PL_ACTIVE,
 } pl_role;
 
-/* Who was what in a step; every rank has the same. */
+/* The roles in a step; the same on every rank. */
 typedef struct pl_participation {
     int n_active;
     int first_active; /* -1: none */
     int last_joining; /* -1: none */
 } pl_participation;
 
-/* After `begin`: this rank has no gradients for the step.  All parameters are marked
- * unused, with zeros; what remains is `close` and all that follows. */
+/* After `begin`: this rank has no gradients for the step.  Marks all parameters unused,
+ * with zeros; the caller goes on with `close`. */
 pl_status pl_reducer_shadow_step(pl_reducer *reducer, pl_role role) PL_MUST_USE;
 
-/* That of the last step that was waited for; of all ranks before the first. */
+/* Participation in the last step that was waited for; at first, of all ranks. */
 pl_participation pl_reducer_participation(const pl_reducer *reducer);
 
-/* The rank whose `extra` travels with the next step. */
+/* The rank that broadcasts its `extra` in the next step. */
 int pl_reducer_next_root(const pl_reducer *reducer);
 
-/* Between steps, on every rank: sends the next root's `extra` to all; to be waited for
- * by pl_comm_wait(). */
+/* Between steps, on every rank: broadcasts the next root's `extra`.  Wait for *out with
+ * pl_comm_wait(). */
 pl_status pl_reducer_send_extra(pl_reducer *reducer, pl_ticket *out) PL_MUST_USE;
 
-/* Between steps, on every rank: takes all for active again.  A join is over, or begins.
- */
+/* Between steps, on every rank: marks all ranks active, as a join begins or ends. */
 void pl_reducer_reset_participation(pl_reducer *reducer);
 
-/* The rank whose `extra` travels with this step, and whether it was active in it,
- * which is known after `wait`: if it was not, its values are out of date. */
+/* The rank that broadcasts its `extra` in this step; after `wait`, whether it was
+ * active: if it was not, its values are out of date. */
 int pl_reducer_root(const pl_reducer *reducer);
 int pl_reducer_root_is_active(const pl_reducer *reducer);
 
 /* After `wait`, before `end`: turns the means over all ranks into means over the active
- * ones, by one multiplication and one rounding more; exact where the two numbers differ
- * by a power of two, and nothing where they are equal. */
+ * ones, by one more multiplication and rounding.  Exact if the ratio of the two numbers
+ * of ranks is a power of two; a no-op if they are equal. */
 pl_status pl_reducer_rescale(pl_reducer *reducer) PL_MUST_USE;
 
-/* ... one that is in no slot: what `mean->to` has. */
+/* ... the same for a mean that is in no slot, but at `mean->to`. */
 pl_status pl_reducer_rescale_mean(pl_reducer *reducer, const pl_move *mean) PL_MUST_USE;
 
-/* The last operation of the step is done: peers take it.  From here to `end` a failure
- * is not left behind: it ends the world, where the kind of world can be ended. */
+/* The last operation of the step is done, so peers take the step.  From here to `end` a
+ * failure cannot be recovered from: it ends the world, if this kind can be ended. */
 pl_status pl_reducer_complete(pl_reducer *reducer) PL_MUST_USE;
 
-/* Ends the step: what was learned of it shapes the next. */
+/* Ends the step, and learns from it for the next one. */
 pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
 
-/* Declares the step failed, on this rank and so on all; `text` may be NULL.  Over a
- * group comm, before anything of the step is issued, it is as if it had not begun. */
+/* Fails the step on this rank, and so on all; `text` may be NULL.  Over a group comm, a
+ * step of which nothing was issued is undone, as if it had not begun. */
 void pl_reducer_fail(pl_reducer *reducer, const char *text);
 
-/* To be called before a step begins.  Where a step has failed on another rank, and this
- * one does not know yet, it learns of it now: PL_EPEER, so that every rank gives the
- * same step up, however late it comes to it.  Where it knows, it leaves the failure
- * behind, together with every rank (PL_EAGAIN after slice_ns).  PL_OK at once where all
- * is well. */
+/* Call before a step begins.  If a step has failed on another rank and this rank has
+ * not reported it yet, returns PL_EPEER, so that every rank gives up the same step,
+ * however late it comes to it.  After that, recovers together with all ranks (PL_EAGAIN
+ * after slice_ns).  PL_OK at once if all is well. */
 pl_status pl_reducer_recover(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
-/* ---- what may be asked ---------------------------------------------------------- */
+/* ---- queries -------------------------------------------------------------------- */
 
-/* Non-zero once the plan follows the order that a step has shown: nothing changes from
- * step to step any more. */
+/* Non-zero once the plan follows the order that a step has shown: from then on it stays
+ * the same. */
 int pl_reducer_is_learned(const pl_reducer *reducer);
 
 /* Non-zero between begin and end. */
 int pl_reducer_is_active(const pl_reducer *reducer);
 
-/* Non-zero after a step has failed, until that is left behind. */
+/* Non-zero after a step has failed, until recovery. */
 int pl_reducer_has_failed(const pl_reducer *reducer);
 
 /* Non-zero between begin and the first close: gradients are still taken. */
 int pl_reducer_is_open(const pl_reducer *reducer);
 
-/* Parameters for which no gradient has come in this step. */
+/* Parameters without a gradient in this step. */
 size_t pl_reducer_n_not_ready(const pl_reducer *reducer);
 
-/* Times that a gradient came for this parameter in this step. */
+/* Number of gradients for this parameter in this step. */
 unsigned pl_reducer_ready_count(const pl_reducer *reducer, size_t param);
 
-/* After `wait`: non-zero where some rank had a gradient for it. */
+/* After `wait`: non-zero if some rank had a gradient for it. */
 int pl_reducer_is_used(const pl_reducer *reducer, size_t param);
 
-/* After `wait`: 0 where some rank's gradient was dense or none was used; else in how
- * many dimensions they were sparse, the same on every rank. */
+/* After `wait`: the number of sparse dimensions of the gradients, the same on every
+ * rank; 0 if some rank's was dense, or no rank had one. */
 unsigned pl_reducer_sparse_dims(const pl_reducer *reducer, size_t param);
 
 /* Elements of the parameter. */
@@ -281,7 +278,7 @@ void *pl_reducer_extra(const pl_reducer *reducer);
 /* Byte of the arena at which the staging begins. */
 size_t pl_reducer_staging_offset(const pl_reducer *reducer);
 
-/* Grows with each new plan; slots have moved since where it differs. */
+/* Grows with each new plan: if it differs, slots have moved. */
 unsigned pl_reducer_generation(const pl_reducer *reducer);
 
 uint64_t pl_reducer_step(const pl_reducer *reducer);

@@ -1,8 +1,8 @@
-/* reducer_deliver.c - gradients arrive, and buckets are posted.
+/* reducer_deliver.c - takes gradients, and posts buckets.
  *
- * At once: each gradient is copied as it comes, and one that fills a bucket by itself
- * is summed by the ranks while it is still being copied.  By the bucket: the copy is
- * deferred until the bucket's turn has come (reducer_pack.h).
+ * If the backend copies at once, each gradient is copied as it comes; one that fills a
+ * bucket alone is summed by the ranks while it is still being copied.  If the backend
+ * copies by the bucket, the copy is deferred until the bucket's turn (reducer_pack.h).
  */
 #include "reducer.h"
 #include "reducer_state.h"
@@ -24,7 +24,7 @@ static pl_status issue_chunk(pl_reducer *self, size_t b)
         .offset_bytes = self->at.buckets + bucket->offset_bytes +
                         self->buckets[b].n_issued * elem_bytes,
         .n_elems = n_left < n_most ? n_left : n_most,
-        .is_followed = 1, /* by what closes the step, at the latest */
+        .is_followed = 1, /* at the latest by the operations of close */
         .bucket = (unsigned)b + 1,
     };
     const pli_order order = {
@@ -72,8 +72,8 @@ static pl_status move_in(pl_reducer *self, size_t param, const void *data,
     return PL_OK;
 }
 
-/* Whether a large gradient can be summed while it is still being copied: its bucket is
- * its own, whose turn it is, and nothing more is expected of it. */
+/* Whether a large gradient can be summed while it is still being copied: it is alone in
+ * its bucket, whose turn it is, and no further gradient is expected for it. */
 static int can_stream(const pl_reducer *self, size_t param, const void *data,
                       pl_write_mode mode)
 {
@@ -112,7 +112,7 @@ done:
     return st;
 }
 
-/* Counts a gradient; the bucket is ready with the last that is expected of it. */
+/* Counts a gradient; the last expected one makes its bucket ready. */
 static pl_status count_ready(pl_reducer *self, size_t param, pl_stream *stream)
 {
     pl_status st = PL_OK;
@@ -142,7 +142,7 @@ pl_status pl_reducer_mark_ready(pl_reducer *self, size_t param, const void *data
     const bucket_state *bucket = &self->buckets[self->plan->slots[param].bucket];
     if (self->phase != REDUCER_FILLING)
         PL_FAIL(PL_ESTATE, "a gradient arrives outside a step");
-    /* One without elements has nothing in the bucket to come late for. */
+    /* A parameter without elements has no data in the bucket, so it is never late. */
     if (bucket->phase == PL_BUCKET_POSTED && self->params[param].n_elems > 0) {
         late_of(self)[param] = 1;
         result = PL_LATE;
@@ -154,7 +154,7 @@ pl_status pl_reducer_mark_ready(pl_reducer *self, size_t param, const void *data
         PL_TRY(stream_in(self, param, data, stream));
     } else {
         PL_TRY(move_in(self, param, data, mode, stream));
-        /* READY but waiting for its turn: the slot may still take more. */
+        /* A READY bucket may wait for its turn: the slot may still take more. */
     }
     if (data != NULL)
         used_of(self)[param] = USED_DENSE;

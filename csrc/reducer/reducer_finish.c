@@ -1,5 +1,5 @@
-/* reducer_finish.c - the end of a step: the rest posted, the second all-reduce for late
- * gradients, the next step's plan learned; and the end of a step that failed. */
+/* reducer_finish.c - ends a step: posts the remaining buckets, reduces late gradients,
+ * and learns the next plan; or fails a step, and recovers. */
 #include <string.h>
 
 #include "core/alloc.h"
@@ -15,8 +15,8 @@ pl_status pl_reducer_mark_unused(pl_reducer *self, size_t param, const void *dat
     const size_t b = self->plan->slots[param].bucket;
     pl_ready_result result;
     if (self->phase != REDUCER_FILLING || self->buckets[b].phase == PL_BUCKET_POSTED)
-        PL_FAIL(PL_ESTATE, "parameter %zu is marked unused when its bucket is gone",
-                param);
+        PL_FAIL(PL_ESTATE,
+                "cannot mark parameter %zu unused after its bucket was posted", param);
     if (pli_reducer_defers(&self->deferred)) {
         PL_TRY(pli_reducer_defer(self, param, data, mode, self->stream, &result));
     } else if (mode != PL_IN_PLACE) {
@@ -63,8 +63,8 @@ static pl_status issue_flags(pl_reducer *self, issue_place place)
     return pl_comm_issue(self->comm, &op, &self->last_ticket);
 }
 
-/* What is sent from the device comes before the header: when its parts are all
- * there, every rank has enqueued its part of the step. */
+/* Issues `extra`, before the header's operations: when those are all done, every rank
+ * has also enqueued its part of the step on its device. */
 static pl_status issue_extra(pl_reducer *self, issue_place place)
 {
     pl_status st = PL_OK;
@@ -81,7 +81,7 @@ pl_status pl_reducer_send_extra(pl_reducer *self, pl_ticket *out)
 {
     pl_status st = PL_OK;
     if (self->phase != REDUCER_IDLE)
-        PL_FAIL(PL_ESTATE, "extra is sent in a step, or after one that failed");
+        PL_FAIL(PL_ESTATE, "cannot send extra in a step, or after one that failed");
     self->root = pl_reducer_next_root(self);
     PL_TRY(issue_extra(self, ISSUE_LAST));
     *out = self->last_ticket;
@@ -89,8 +89,8 @@ done:
     return st;
 }
 
-/* The parameters as they got ready last, then those that did not: the root's view of
- * this becomes every rank's plan. */
+/* Writes the parameters in the order in which they last got ready, then those that did
+ * not.  The root's order becomes every rank's plan. */
 static pl_status write_order(pl_reducer *self)
 {
     pl_status st = PL_OK;
@@ -170,7 +170,7 @@ pl_status pl_reducer_close(pl_reducer *self)
         PL_TRY(close_second(self));
         self->phase = REDUCER_WAITING_AGAIN;
     } else {
-        PL_FAIL(PL_ESTATE, "a step is closed that is not open");
+        PL_FAIL(PL_ESTATE, "cannot close a step that is not open");
     }
     self->is_ordered = 0;
     pli_comm_record_activity(self->comm, is_active ? PL_FINISHING : PL_JOINED,
@@ -179,7 +179,7 @@ done:
     return st;
 }
 
-/* The stream comes behind all that was issued. */
+/* Makes the stream wait for all that was issued. */
 static pl_status order(pl_reducer *self)
 {
     pl_status st = PL_OK;
@@ -194,13 +194,13 @@ pl_status pl_reducer_order(pl_reducer *self)
 {
     if (self->phase != REDUCER_REDUCED)
         return pli_fail(PL_ESTATE,
-                        "a stream is ordered behind means that are not in place");
+                        "cannot order a stream after means that are not in place");
     return order(self);
 }
 
 /* ---- the second all-reduce ------------------------------------------------------ */
 
-/* Copies the first mean to where the second all-reduce does not reach it. */
+/* Saves the first mean from the second all-reduce. */
 static pl_status back_up(pl_reducer *self, size_t param)
 {
     pl_status st = PL_OK;
@@ -243,7 +243,7 @@ pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
 {
     pl_status st = PL_OK;
     if (self->phase != REDUCER_WAITING && self->phase != REDUCER_WAITING_AGAIN)
-        PL_FAIL(PL_ESTATE, "a step is waited for that is not closed");
+        PL_FAIL(PL_ESTATE, "cannot wait for a step that is not closed");
     PL_TRY(pl_comm_wait(self->comm, self->last_ticket, slice_ns));
     pli_recorder_reduced(self->comm->recorder);
     if (self->phase == REDUCER_WAITING_AGAIN) {
@@ -291,10 +291,12 @@ done:
 pl_status pl_reducer_complete(pl_reducer *self)
 {
     if (self->phase != REDUCER_REDUCED)
-        return pli_fail(PL_ESTATE, "a step is complete whose means are not in place");
-    if (pl_reducer_n_late(self) > 0)
         return pli_fail(PL_ESTATE,
-                        "a step ends whose late gradients got no second all-reduce");
+                        "cannot complete a step whose means are not in place");
+    if (pl_reducer_n_late(self) > 0)
+        return pli_fail(
+            PL_ESTATE,
+            "cannot end a step whose late gradients got no second all-reduce");
     self->phase = REDUCER_COMPLETE;
     return PL_OK;
 }
@@ -305,8 +307,8 @@ pl_status pl_reducer_end(pl_reducer *self)
     if (self->phase == REDUCER_REDUCED)
         PL_TRY(pl_reducer_complete(self));
     if (self->phase != REDUCER_COMPLETE)
-        PL_FAIL(PL_ESTATE, "a step ends whose means are not in place");
-    /* A step without gradients teaches nothing. */
+        PL_FAIL(PL_ESTATE, "cannot end a step whose means are not in place");
+    /* Learn nothing from a step without gradients. */
     for (size_t i = 0; pli_reducer_is_active_rank(self) && i < self->spec.n_params; i++)
         self->slots[i].n_expected = self->slots[i].n_ready;
     if (self->learning == LEARNING_NOTHING && pl_reducer_root_is_active(self))
@@ -330,13 +332,12 @@ void pl_reducer_skip(pl_reducer *self)
         self->phase = REDUCER_FAILED;
 }
 
-/* Whether this rank can leave the step as if it had not begun it, in a world that can
- * leave none behind.  All that ranks have in common there is how many operations each
- * has issued.  Before the first of a step that number is the one at its
- * beginning, and whether all ranks have left the step, or this one alone, the flags of
- * the next one tell: the forwards of this one count as without a backward.  Buffers
- * would have to be sent once more for the next forward, which a peer may not have come
- * to. */
+/* Whether this rank can undo the step, in a world that cannot recover.  There, ranks
+ * share only the number of operations that each has issued; a step changes it with its
+ * first.  The next step's flags show whether all ranks left this one or only some,
+ * because its forwards count as without a backward.  A step with buffers cannot be
+ * undone: they would have to be sent again for the next forward, which a peer may not
+ * have reached. */
 static int can_withdraw(const pl_reducer *self)
 {
     return self->comm->is_failure_final && self->comm->backend == NULL &&
@@ -345,14 +346,15 @@ static int can_withdraw(const pl_reducer *self)
            pl_comm_progress(self->comm) == PL_OK;
 }
 
-/* Others take the step that this rank has failed to take. */
+/* Other ranks take the step that this rank has failed to take. */
 static void end_world(pl_reducer *self, const char *text)
 {
     char message[FAILURE_BYTES];
-    pli_text_print(message, sizeof message,
-                   "this rank failed where the step had come to its end, and others "
-                   "have taken it, so weights differ: load them from a checkpoint: %s",
-                   text != NULL ? text : "an exception in its backward");
+    pli_text_print(
+        message, sizeof message,
+        "this rank failed after the step's last operation, and other ranks have taken "
+        "the step, so weights differ: load them from a checkpoint: %s",
+        text != NULL ? text : "an exception in its backward");
     self->comm->host->end(self->comm, message);
 }
 
@@ -372,8 +374,8 @@ void pl_reducer_fail(pl_reducer *self, const char *text)
     self->phase = REDUCER_FAILED;
 }
 
-/* Ranks may have failed on either side of a step's end, so nothing that was learned
- * can be trusted to be the same everywhere: all start again from the first plan. */
+/* Ranks may have failed before or after a step's end, so they may have learned
+ * different things: all start again from the first plan. */
 static pl_status forget(pl_reducer *self)
 {
     pl_status st = PL_OK;

@@ -1,19 +1,18 @@
-/* reducer_forwards.c - whether the ranks are in the same step.
+/* reducer_forwards.c - checks that the ranks are in the same step.
  *
- * Steps are paired by their order alone.  A rank that catches an exception of its own
- * between forward and backward, or goes backward once more, is one step off from then
- * on, and every mean is of batches that do not belong together.  So each rank says with
- * the flags how many synchronised forwards it has had since the last step.
+ * Steps are paired by their order alone.  A rank that catches an exception between
+ * forward and backward, or runs one more backward, is one step off from then on, and
+ * each mean is of batches that do not belong together.  So each rank sends with the
+ * flags how many synchronised forwards it has run since the last step.
  *
- * Ranks may differ in that and be right: one cuts its batch into more parts, another
- * leaves an output out of its loss.  Where both numbers differ, that of forwards and
- * that of those without a backward, no program is that torch runs the same on all
- * ranks.  In a step that no output shows on either rank (the module keeps its loss,
- * say) the second is not known, and the first must be the same.
+ * Correct ranks may differ in that number: one cuts its batch into more parts, another
+ * leaves an output out of its loss.  If the number of forwards without a backward
+ * differs too, torch cannot run the program the same on all ranks either.  If no output
+ * shows the step on either rank (say, the module keeps its loss), this second number is
+ * not known, and the first must be the same.
  *
- * Which of several forwards a backward is of may differ too: each rank takes its best.
- * Where one has skipped the first of two backwards, the next step is the one that
- * differs.
+ * Ranks may also differ in the forward to which they assign a backward: each takes the
+ * best match.  If one has skipped the first of two backwards, the next step shows it.
  */
 #include <stdio.h>
 
@@ -35,14 +34,14 @@ void pl_reducer_set_forwards(pl_reducer *self, const pl_forwards *forwards)
                         .n_unanswered = byte_of(forwards->n_unanswered)};
 }
 
-/* Whether a backward that no output has begun is taken for that of a forward whose
- * outputs would have shown it. */
+/* Whether no output has announced the backward, although outputs of a forward would
+ * have. */
 static int is_unannounced(const forward_bytes *counts)
 {
     return counts->n_answered == 0 && counts->n_unanswered > 0;
 }
 
-/* Whether nothing is known of its forwards but their number. */
+/* Whether only the number of its forwards is known. */
 static int is_hidden(const forward_bytes *counts)
 {
     return counts->n_answered == 0 && counts->n_unanswered == 0;
@@ -69,13 +68,13 @@ static pl_status report(const pl_reducer *self)
             text + at, sizeof text - at, "%srank %d: %u, %u of them without a backward",
             n_named++ > 0 ? "; " : "", r, counts->n, counts->n_unanswered);
     }
-    return pli_fail(PL_EMISMATCH,
-                    "rank %d: the ranks are not in the same step. Forwards through the "
-                    "wrapper since the last step: %s. Each rank needs one backward for "
-                    "each step: where one skips it (an exception that is caught) all "
-                    "must, and what is not to be trained runs under torch.no_grad() or "
-                    "through wrapper.module",
-                    pl_comm_rank(self->comm), text);
+    return pli_fail(
+        PL_EMISMATCH,
+        "rank %d: the ranks are not in the same step. Forwards through the "
+        "wrapper since the last step: %s. Each rank needs one backward for each step: "
+        "if one skips it (after a caught exception), all must. Run forwards that are "
+        "not trained under torch.no_grad() or through wrapper.module",
+        pl_comm_rank(self->comm), text);
 }
 
 pl_status pl_reducer_check_forwards(const pl_reducer *self)

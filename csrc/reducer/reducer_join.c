@@ -1,11 +1,11 @@
-/* reducer_join.c - steps that not every rank has gradients for.
+/* reducer_join.c - steps for which some ranks have no gradients.
  *
- * In each step every rank says in a byte of its own what it is to the step, and the
- * all-reduce of the flags shows all bytes to all.  That is known only at the step's
- * end, and the broadcasts of the step need their root before: so the root is the lowest
- * rank that was active in the step before.  Where it takes its first shadow step
- * itself, its values are out of date, and every rank leaves them; the next step has
- * another root.
+ * Each rank has a byte of the flags for its role in the step, and the all-reduce of the
+ * flags shows all roles to all ranks.  They are known only at the step's end, but the
+ * broadcasts of the step need their root before: so the root is the lowest rank that
+ * was active in the step before.  If the root takes its first shadow step itself, its
+ * values are out of date, and every rank ignores them; the next step has a different
+ * root.
  */
 #include "reducer.h"
 #include "reducer_state.h"
@@ -14,7 +14,7 @@ pl_status pl_reducer_shadow_step(pl_reducer *self, pl_role role)
 {
     pl_status st = PL_OK;
     if (self->n_ready > 0)
-        PL_FAIL(PL_ESTATE, "a shadow step is taken with gradients");
+        PL_FAIL(PL_ESTATE, "a shadow step cannot have gradients");
     for (size_t i = 0; i < self->spec.n_params; i++)
         PL_TRY(pl_reducer_mark_unused(self, i, NULL, PL_REPLACE, PL_UNUSED));
     roles_of(self)[pl_comm_rank(self->comm)] = (unsigned char)role;
@@ -38,7 +38,7 @@ pl_status pl_reducer_rescale_mean(pl_reducer *self, const pl_move *mean)
                                      self->stream);
 }
 
-/* All of them by one launch. */
+/* Rescales all means by one launch. */
 static pl_status rescale_together(pl_reducer *self)
 {
     const int n_active = self->participation.n_active;
@@ -57,7 +57,7 @@ pl_status pl_reducer_rescale(pl_reducer *self)
 {
     pl_status st = PL_OK;
     if (self->phase != REDUCER_REDUCED)
-        PL_FAIL(PL_ESTATE, "means are rescaled that are not in place");
+        PL_FAIL(PL_ESTATE, "cannot rescale means that are not in place");
     if (!is_rescaled(self))
         goto done;
     if (pli_reducer_defers(&self->deferred)) {

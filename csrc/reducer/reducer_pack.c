@@ -1,4 +1,4 @@
-/* reducer_pack.c - deferring, packing, and the order of streams round both. */
+/* reducer_pack.c - defers copies, packs buckets, and orders the streams of both. */
 #include "reducer_pack.h"
 
 #include <string.h>
@@ -76,7 +76,7 @@ void pli_deferred_copies_begin(pl_reducer *self)
 
 /* ---- the order of streams ------------------------------------------------------- */
 
-/* What `waiter` does from now on comes behind what `stream` has now. */
+/* Makes later work on `waiter` wait for the work that `stream` has now. */
 static pl_status stream_wait(pl_reducer *self, pl_stream *waiter, pl_stream *stream)
 {
     pl_status st = PL_OK;
@@ -89,9 +89,9 @@ done:
     return st;
 }
 
-/* Before `stream` writes to a slot: what a failed step has left may write there too.
- * Where that was captured, and the graph thrown away, there is nothing to wait for, and
- * the event says so by an error. */
+/* Before `stream` writes to a slot: pending work of a failed step may write there too.
+ * If that was captured, and its graph dropped, there is nothing to wait for, and the
+ * event gives an error. */
 static void stream_wait_pending(pl_reducer *self, pl_stream *stream)
 {
     for (size_t k = 0; k < self->deferred.n_pending; k++)
@@ -151,7 +151,7 @@ void pli_deferred_copies_abandon(pl_reducer *self)
 
 /* ---- deferring ------------------------------------------------------------------ */
 
-/* Makes the deferred copy of a parameter, on the stream that has made the gradient. */
+/* Makes the deferred copy of a parameter, on the stream that made the gradient. */
 static pl_status flush(pl_reducer *self, size_t param)
 {
     pl_status st = PL_OK;
@@ -166,7 +166,7 @@ done:
     return st;
 }
 
-/* Adds to the slot, behind whoever has written it. */
+/* Adds to the slot, after the stream that wrote it. */
 static pl_status add_now(pl_reducer *self, size_t param, const void *data,
                          pl_stream *stream)
 {
@@ -220,7 +220,7 @@ pl_status pl_reducer_flush(pl_reducer *self, size_t param)
 
 /* ---- packing -------------------------------------------------------------------- */
 
-/* Lists the moves of a bucket, and the streams other than `stream` that had a part. */
+/* Lists the moves of a bucket, and the streams other than `stream` that took part. */
 static size_t list_moves(pl_reducer *self, size_t b, const pl_stream *stream,
                          size_t *n_streams)
 {
@@ -258,7 +258,7 @@ pl_status pli_reducer_pack(pl_reducer *self, size_t b, pl_stream *stream)
     if (n_moves > 0)
         PL_TRY(backend->ops->copy(backend, deferred->batch, n_moves, stream));
     PL_TRY(backend->ops->event_record(backend, deferred->ready[b], stream));
-    /* Their gradients' memory may be used again there once it is freed. */
+    /* Freed gradients' memory may be reused on the streams that made them. */
     for (size_t k = 0; k < n_streams; k++)
         PL_TRY(backend->ops->event_wait(backend, deferred->ready[b],
                                         deferred->streams[k]));

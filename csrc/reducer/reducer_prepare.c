@@ -1,8 +1,8 @@
-/* reducer_prepare.c - tells the world, before the first step, what steps will ask of
- * it.
+/* reducer_prepare.c - tells the world, before the first step, which operations steps
+ * use.
  *
- * For each dtype all-reduces of the buckets' sizes, down to the smallest parameter: one
- * that is late is reduced by itself.
+ * For each dtype these are all-reduces from the size of the largest bucket down to the
+ * smallest parameter, because a late parameter is reduced alone.
  */
 #include "reducer.h"
 #include "reducer_state.h"

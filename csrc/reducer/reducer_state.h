@@ -1,4 +1,4 @@
-/* reducer_state.h - what a reducer holds; for the files reducer*.c alone. */
+/* reducer_state.h - the state of a reducer; for reducer*.c only. */
 #ifndef PLI_REDUCER_STATE_H
 #define PLI_REDUCER_STATE_H
 
@@ -17,21 +17,21 @@ typedef enum reducer_phase {
     REDUCER_FAILED,        /* until recovered */
 } reducer_phase;
 
-/* What the next begin knows of the steps before. */
+/* What earlier steps have shown. */
 typedef enum reducer_learning {
     LEARNING_NOTHING,     /* no step yet: nothing is posted before close */
-    LEARNING_ORDER_KNOWN, /* a step has shown the order: the next begin takes it up */
+    LEARNING_ORDER_KNOWN, /* a step has shown the order: the next begin adopts it */
     LEARNING_DONE,        /* the plan follows that order */
 } reducer_learning;
 
-/* What a parameter's byte of `used` says; the ranks' maximum counts, so that dense and
- * sparse together are dense.  Between the two: dimensions in which it is sparse. */
+/* Values of a parameter's byte in `used`; others: the number of sparse dimensions.  The
+ * ranks' maximum counts, so dense and sparse together are dense. */
 enum { USED_BY_NONE = 0, USED_DENSE = UINT8_MAX };
 
 typedef struct slot_state {
     uint16_t n_ready;
-    uint16_t n_expected; /* n_ready of the last step; 0 too where none is known */
-    uint32_t ready_at;   /* position among this step's gradients, of the latest */
+    uint16_t n_expected; /* n_ready of the last step; 0 also if unknown */
+    uint32_t ready_at;   /* position of its latest gradient in this step */
 } slot_state;
 
 typedef struct bucket_state {
@@ -41,7 +41,7 @@ typedef struct bucket_state {
 } bucket_state;
 
 /* The first mean during the second all-reduce.  On a device the memory is kept for the
- * next time: freeing it may wait. */
+ * next time, because freeing it may wait. */
 typedef struct backup {
     void *memory;
     int is_taken;
@@ -57,14 +57,14 @@ struct pl_reducer {
     pl_backend *backend;
     pl_reducer_spec spec; /* params, caps.each: own copies */
     pl_param *params;
-    pl_comm_hook comm_hook; /* post: NULL where there is none */
+    pl_comm_hook comm_hook; /* post: NULL if there is none */
     pl_plan *plan;
     slot_state *slots;
     bucket_state *buckets;    /* room for n_params of them */
     backup *backups;          /* by parameter */
-    deferred_copies deferred; /* where the backend copies by the bucket */
-    pl_stream *stream;        /* of all but what is marked ready */
-    int is_ordered;           /* the stream is behind all that was issued */
+    deferred_copies deferred; /* used if the backend copies by the bucket */
+    pl_stream *stream;        /* of all but mark_ready */
+    int is_ordered;           /* the stream waits for all that was issued */
     char *arena;              /* the header; on the CPU all of it */
     arena_layout at;
     reducer_phase phase;
@@ -90,18 +90,18 @@ static inline unsigned char *late_of(const pl_reducer *self)
     return (unsigned char *)self->arena + self->at.late;
 }
 
-/* A pl_role a rank. */
+/* One pl_role per rank. */
 static inline unsigned char *roles_of(const pl_reducer *self)
 {
     return (unsigned char *)self->arena + self->at.roles;
 }
 
-/* What a rank says of its forwards, each number up to 255. */
+/* What a rank sends of its forwards, each number up to 255. */
 typedef struct forward_bytes {
     uint8_t n, n_answered, n_unanswered;
 } forward_bytes;
 
-/* One a rank. */
+/* One per rank. */
 static inline forward_bytes *forwards_of(const pl_reducer *self)
 {
     return (forward_bytes *)(roles_of(self) + pl_comm_world_size(self->comm));
@@ -129,7 +129,7 @@ static inline pl_move slot_move(const pl_reducer *self, size_t param, const void
                      .n_elems = self->params[param].n_elems};
 }
 
-/* Takes up a plan of that order, and of those caps. */
+/* Adopts a new plan with this order and these caps. */
 pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
                               const pl_plan_caps *caps) PL_MUST_USE;
 
@@ -141,7 +141,7 @@ static inline int pli_reducer_is_active_rank(const pl_reducer *self)
 /* Reads the roles that the ranks have sent. */
 void pli_reducer_read_participation(pl_reducer *self);
 
-/* As if every rank had been active: what a reducer knows at first. */
+/* The participation with all ranks active, as before the first step. */
 pl_participation pli_reducer_full_participation(const pl_reducer *self);
 
 /* Records that a bucket has all its gradients. */
@@ -152,18 +152,17 @@ static inline void pli_reducer_record_ready(const pl_reducer *self, size_t b)
                        bucket->n_elems * pl_dtype_bytes(bucket->dtype));
 }
 
-/* A bucket is filled: it may be posted. */
+/* Moves a filled bucket on: it may be posted. */
 static inline pl_status pli_reducer_bucket_is_ready(pl_reducer *self, size_t b)
 {
     pli_reducer_record_ready(self, b);
     return pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b);
 }
 
-/* Posts every bucket that is ready and whose turn it is; what was deferred is copied on
- * `stream`. */
+/* Posts the ready buckets whose turn it is; makes their deferred copies on `stream`. */
 pl_status pli_reducer_post_ready(pl_reducer *self, pl_stream *stream) PL_MUST_USE;
 
-/* Frees the memory of one. */
+/* Frees the memory of a backup. */
 void pli_reducer_free_backup(pl_reducer *self, backup *saved);
 
 #endif

@@ -1,4 +1,4 @@
-/* sparse_exchange.c - finding the union of all ranks' rows, and their means. */
+/* sparse_exchange.c - finds the union of all ranks' rows, and their means. */
 #include "sparse_exchange.h"
 
 #include <string.h>
@@ -9,20 +9,20 @@ static const uint64_t ALL_ROWS = UINT64_MAX; /* as a number of rows: no list fol
 
 typedef enum exchange_phase {
     EXCHANGE_COUNTING, /* numbers of rows are gathered */
-    EXCHANGE_LISTING,  /* ... and which they are */
+    EXCHANGE_LISTING,  /* row numbers are gathered */
     EXCHANGE_FOUND,    /* the unions are known */
     EXCHANGE_AVERAGED,
 } exchange_phase;
 
-/* Bytes from every rank to every rank, a block of the staging a round. */
+/* Gathers bytes of every rank on every rank, a block of the staging a round. */
 typedef struct gather {
     const char *mine;
     char **received; /* by rank */
     size_t *n_bytes; /* ... */
     size_t n_longest;
-    size_t n_done;    /* of each rank's, or all that it has */
+    size_t n_done;    /* bytes of each rank, or all that it has */
     size_t n_issued;  /* the same, with the round under way */
-    pl_ticket ticket; /* of that */
+    pl_ticket ticket; /* of that round */
 } gather;
 
 /* A run of elements of one table's union, in one segment of the staging. */
@@ -37,7 +37,7 @@ typedef struct union_piece {
 typedef struct union_cursor {
     size_t table;
     size_t elem;      /* of the union */
-    size_t local_row; /* the first of this rank's that is not behind `elem` */
+    size_t local_row; /* this rank's first row that is not before `elem` */
 } union_cursor;
 
 /* Rows of one rank. */
@@ -50,14 +50,14 @@ struct pl_exchange {
     pl_exchange_spec spec;
     pl_table *tables;       /* own copy */
     pl_sparse_rows *rows;   /* ... */
-    pl_sparse_rows *unions; /* indices inside `merged`; values: room that was given */
+    pl_sparse_rows *unions; /* indices inside `merged`; values: the caller's memory */
     exchange_phase phase;
     char *staging;
     uint64_t *counts;    /* [rank][table] */
     int64_t *local_list; /* this rank's row numbers, table after table */
     int64_t *lists;      /* all ranks' */
     int64_t *merged, *spare;
-    const int64_t **next; /* by rank: what is to be merged of its lists */
+    const int64_t **next; /* by rank: the rest of its lists to merge */
     list *table_lists;    /* by rank: of the table that is being merged */
     gather gather;
     union_cursor cursor;
@@ -67,14 +67,14 @@ struct pl_exchange {
 
 /* ---- life ----------------------------------------------------------------------- */
 
-/* PL_OK where rows of table t, which has n_rows, come in ascending order, each once. */
+/* PL_OK if the rows of table t, which has n_rows, are in ascending order, each once. */
 static pl_status check_order(const pl_sparse_rows *rows, size_t t, size_t n_rows,
                              pl_status code)
 {
     for (size_t k = 0; rows->indices != NULL && k < rows->n_rows; k++) {
         const int64_t index = rows->indices[k];
         if (index < 0 || (uint64_t)index >= n_rows)
-            return pli_fail(code, "row %lld is given of table %zu, which has %zu",
+            return pli_fail(code, "row %lld is outside table %zu, which has %zu rows",
                             (long long)index, t, n_rows);
         if (k > 0 && index <= rows->indices[k - 1])
             return pli_fail(code, "row %lld of table %zu comes after row %lld",
@@ -174,7 +174,7 @@ void pl_exchange_destroy(pl_exchange *self)
 
 /* ---- gathering ------------------------------------------------------------------ */
 
-/* What rank r has for a round of n bytes, from byte `first` on. */
+/* Bytes that a rank has for a round of n bytes, from byte `first` on. */
 static size_t share_of(const gather *gathered, int rank, size_t first, size_t n)
 {
     const size_t n_left =
@@ -197,7 +197,7 @@ static pl_status issue_round(pl_exchange *self)
                       .dtype = PL_U8,
                       .offset_bytes = self->spec.offset_bytes,
                       .n_elems = n * n_ranks,
-                      .ends_step = 1}; /* where no rank has any row */
+                      .ends_step = 1}; /* if no rank has any row */
     if (n_mine > 0)
         memcpy(self->staging + (size_t)rank * n, gathered->mine + gathered->n_done,
                n_mine);
@@ -235,7 +235,7 @@ static uint64_t count_of(const pl_exchange *self, int rank, size_t t)
     return self->counts[(size_t)rank * self->spec.n_tables + t];
 }
 
-/* Whether some rank has all rows: then no list of this table travels. */
+/* Whether some rank has all rows: then no list of this table is sent. */
 static int is_whole(const pl_exchange *self, size_t t)
 {
     for (int r = 0; r < pl_comm_world_size(self->spec.comm); r++)
@@ -244,7 +244,7 @@ static int is_whole(const pl_exchange *self, size_t t)
     return 0;
 }
 
-/* The second gather: which rows each rank has, of those tables that are lists. */
+/* The second gather: each rank's row numbers, of the tables that are lists. */
 static pl_status begin_listing(pl_exchange *self)
 {
     pl_status st = PL_OK;
@@ -289,7 +289,7 @@ done:
     return st;
 }
 
-/* Writes what is in either, ascending and each once; returns how many. */
+/* Writes the union of both, in ascending order; returns its length. */
 static size_t merge_two(list left, list right, int64_t *out)
 {
     size_t n = 0, l = 0, r = 0;
@@ -308,12 +308,12 @@ static size_t merge_two(list left, list right, int64_t *out)
     return n + right.n - r;
 }
 
-/* Merges neighbours until one list is left, which ends in `out`; `other` is as large.
- * Both have room for all that the lists have together. */
+/* Merges neighbours until one list is left, which it puts into `out`.  `out` and
+ * `other` have room for all lists together. */
 static size_t merge_all(list *lists, int n_lists, int64_t *out, int64_t *other)
 {
     int64_t *to = out;
-    do { /* once at least, so that the last is a copy */
+    do { /* at least once, so that the result is a copy */
         int n_left = 0;
         size_t at = 0;
         for (int k = 0; k < n_lists; k += 2) {
@@ -393,7 +393,7 @@ static size_t union_elems(const pl_exchange *self, size_t t)
     return self->unions[t].n_rows * self->tables[t].row_elems;
 }
 
-/* Lays n elements of this rank out from the cursor on, and moves it. */
+/* Lays out n elements of this rank from the cursor on, and moves the cursor. */
 static void lay_out(const pl_exchange *self, union_cursor *at, size_t n, char *to)
 {
     const pl_table *table = &self->tables[at->table];
@@ -432,7 +432,7 @@ static size_t segment_bytes(const pl_exchange *self)
            PL_CACHE_LINE;
 }
 
-/* Moves the cursor past tables that are done; whether there is one that is not. */
+/* Moves the cursor past finished tables; returns whether another is left. */
 static int has_more(pl_exchange *self)
 {
     while (self->cursor.table < self->spec.n_tables &&
@@ -484,7 +484,7 @@ pl_status pl_exchange_mean(pl_exchange *self, int64_t slice_ns)
 {
     pl_status st = PL_OK;
     if (self->phase != EXCHANGE_FOUND)
-        PL_FAIL(PL_ESTATE, "means are asked for before rows are found, or twice");
+        PL_FAIL(PL_ESTATE, "cannot average before rows are found, or twice");
     for (;;) {
         while (has_more(self) && self->n_laid - self->n_taken < PLI_EXCHANGE_SEGMENTS)
             PL_TRY(issue_piece(self));

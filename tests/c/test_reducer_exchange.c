@@ -1,7 +1,7 @@
 /* test_reducer_exchange.c - rows of tables, averaged over ranks that are threads.
  *
- * Which rank has which row, with which values, is drawn from (seed, rank, table, row),
- * so each rank can tell every union and every mean.  Values are multiples of the world
+ * The rows of each rank, and their values, are drawn from (seed, rank, table, row), so
+ * each rank can compute every union and every mean.  Values are multiples of the world
  * size.
  */
 #include <stdlib.h>
@@ -20,9 +20,9 @@ typedef struct problem {
     size_t n_tables;
     size_t staging_bytes;
     pl_table tables[MAX_TABLES];
-    unsigned percent_whole; /* of a rank's parts of a table: it has every row */
+    unsigned percent_whole; /* of a rank's tables: it has every row */
     int64_t rest_ns;        /* the longest pause between two calls; 0: none */
-    int culprit;            /* fails between find and mean; -1: nobody */
+    int culprit;            /* fails between find and mean; -1: none */
 } problem;
 
 static problem problem_of(uint64_t seed, int world_size)
@@ -41,7 +41,7 @@ static problem problem_of(uint64_t seed, int world_size)
     return it;
 }
 
-/* ---- what is drawn -------------------------------------------------------------- */
+/* ---- random choices ------------------------------------------------------------- */
 
 static unsigned percent(const problem *it, int rank, size_t t, size_t row)
 {
@@ -54,7 +54,7 @@ static int is_whole(const problem *it, int rank, size_t t)
     return percent(it, rank, t, MAX_ROWS + 1) < it->percent_whole;
 }
 
-/* Tables are dense, thin or empty, each for each rank anew. */
+/* Each rank's part of a table is dense, thin or empty. */
 static int has_row(const problem *it, int rank, size_t t, size_t row)
 {
     static const unsigned percents[] = {0, 3, 30, 100};
@@ -193,7 +193,7 @@ static pl_status mean_through(pl_exchange *exchange)
     return st;
 }
 
-/* Who has every row may have the means put where they are. */
+/* A rank that has every row may take the means in place. */
 static void give_room(side *self, pl_exchange *exchange)
 {
     for (size_t t = 0; t < self->problem->n_tables; t++) {
@@ -311,7 +311,7 @@ static void fail_between(rank_job *job)
     pl_exchange_destroy(exchange);
     side_drop(&self);
     CHECK_OK(recover_through(job->comm, &recovery));
-    average(job); /* the next exchange finds nothing of this one */
+    average(job); /* the next exchange sees nothing of this one */
 }
 
 TEST(who_fails_between_two_rounds_fails_the_exchange_on_every_rank)
@@ -342,9 +342,9 @@ static void refuse_rows(pl_comm *comm)
                 "row 2 of table 0 comes after row 2");
     rows.indices = indices + 1;
     CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL,
-                "row 5 is given of table 0, which has 5");
+                "row 5 is outside table 0, which has 5 rows");
     indices[1] = -1;
-    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL, "row -1 is given");
+    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL, "row -1 is outside");
     rows.indices = NULL;
     CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL,
                 "5 rows, and 2 are given as all");
