@@ -110,19 +110,12 @@ def module_of(path: str) -> str:
     return name.removesuffix("__init__").rstrip(".")
 
 
-def imports(text: str, *, types: bool) -> Iterator[tuple[int, str]]:
+def imports(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the dotted name, below paceline, of all that a text imports.
 
-    With ``types``, what stands under ``if TYPE_CHECKING:`` too.
+    What stands under ``if TYPE_CHECKING:`` too.
     """
-    tree = ast.parse(text)
-    hints: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            hints |= {each for part in node.body for each in ast.walk(part)}
-    for node in ast.walk(tree):
-        if node in hints and not types:
-            continue
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -139,7 +132,7 @@ def check_imports(path: str, text: str) -> Found:
     if not path.endswith(".py"):
         return
     package = package_of(module_of(path))
-    for line, name in imports(text, types=True):
+    for line, name in imports(text):
         target = package_of(name)
         if target != package and target not in PACKAGES[package]:
             words = f"{package or 'paceline'} imports {target or 'paceline'}"
@@ -171,7 +164,7 @@ def include_circles(texts: dict[str, str]) -> list[list[str]]:
 def import_circles(texts: dict[str, str]) -> list[list[str]]:
     """Return a circle of imports among modules of paceline, given by path.
 
-    Imports for type hints alone do not count: they are not run.
+    Imports for type hints count too: a module whose types need another one knows it.
     """
     modules = {module_of(path): text for path, text in texts.items()}
 
@@ -185,7 +178,7 @@ def import_circles(texts: dict[str, str]) -> list[list[str]]:
         return found
 
     edges = {
-        name: known(each for _, each in imports(text, types=False)) - {name}
+        name: known(each for _, each in imports(text)) - {name}
         for name, text in modules.items()
         if name and not text.startswith("#")
     }

@@ -189,7 +189,7 @@ class Gradients:
             arrival.total = self._new_total(arrival.segment)
             self.group.native.fence(self.streams.numbers)
         arrival.is_begun = True
-        self.group.hold(arrival)
+        self.group.hold(arrival.streams, arrival.release)
         arrival.sum.begin(self.group.rooms, arrival.total)
 
     def collect(self, i: int) -> list[torch.Tensor | None]:

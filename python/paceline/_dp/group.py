@@ -7,18 +7,15 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline import _gpu, _native
 from paceline._dp.devices import CPU
-
-if TYPE_CHECKING:
-    from paceline._dp.gradients import Arrival
 
 N_SLOTS = 3  # PLI_RING_SLOTS
 _ALIGNMENT = 64
@@ -100,7 +97,7 @@ class Group:
     """
 
     def __init__(self, indices: Sequence[int], machine: Any) -> None:
-        self._in_flight: list[Arrival] = []
+        self._in_flight: list[tuple[Streams, Callable[[], None]]] = []
         self._lock = threading.Lock()
         self.machine = machine
         self.indices = list(indices)
@@ -220,19 +217,19 @@ class Group:
         for k, device in enumerate(self.devices[1:], 1):
             self.rooms[k] = torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
-    def hold(self, arrival: Arrival) -> None:
-        """Keep gradients whose sum has begun until settle()."""
+    def hold(self, streams: Streams, release: Callable[[], None]) -> None:
+        """Keep gradients whose sum has begun until settle(), which releases them."""
         with self._lock:
-            self._in_flight.append(arrival)
+            self._in_flight.append((streams, release))
 
     def settle(self) -> None:
         """Have streams wait for sums of gradients, whose memory may be freed then."""
         with self._lock:
             held, self._in_flight = self._in_flight, []
-        for numbers in {arrival.streams.numbers for arrival in held}:
+        for numbers in {streams.numbers for streams, _ in held}:
             self.native.settle(numbers)
-        for arrival in held:
-            arrival.release()
+        for _, release in held:
+            release()
 
     def __del__(self) -> None:
         # Of a backward that has failed, and nothing came after it.

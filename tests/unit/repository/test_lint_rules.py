@@ -142,18 +142,18 @@ def test_a_file_breaks_the_rule_that_it_is_said_to_break(lint, path, text, rule)
     assert broken == ([] if rule is None else [rule])
 
 
-def test_circles_are_found_and_imports_for_hints_are_none(lint):
+@pytest.mark.parametrize("start", ["", "if TYPE_CHECKING:\n    "])
+def test_circles_are_found_and_imports_for_hints_close_them(lint, start):
     files = {
         "one": "from paceline._ddp import other\n",
         "other": "def f():\n    from paceline._ddp.third import x\n",
-        "third": "if TYPE_CHECKING:\n    from paceline._ddp.one import x\n",
     }
     assert (
         lint({f"python/paceline/_ddp/{k}.py": text for k, text in files.items()}) == []
     )
     words = "python/paceline: circle: _ddp.one _ddp.other _ddp.third"
-    closing = {"python/paceline/_ddp/third.py": "from paceline._ddp.one import x\n"}
-    assert lint(closing) == [words]
+    closing = f"{start}from paceline._ddp.one import x\n"
+    assert lint({"python/paceline/_ddp/third.py": closing}) == [words]
 
 
 def test_circles_of_includes_are_found_too(lint):
