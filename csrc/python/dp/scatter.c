@@ -5,9 +5,14 @@
  */
 #include "tree.h"
 
+#include <stddef.h>
+
+#include <structmember.h>
+
 typedef struct scattered_object {
     PyObject_HEAD
     PyObject *call;   /* (inputs, kwargs), as they came */
+    PyObject *tree;   /* of the call, without marks */
     PyObject *leaves; /* a list */
     char *ways;       /* one a leaf */
     Py_ssize_t n_ways_allocated;
@@ -17,7 +22,6 @@ typedef struct scattered_object {
     Py_ssize_t n_rows;
     Py_ssize_t n_replicas; /* at the most */
     Py_ssize_t n_parts;
-    int has_marks;
     int has_each; /* a leaf of one row a replica */
 } scattered_object;
 
@@ -254,42 +258,17 @@ static PyObject *leaves_of(const scattered_object *self, Py_ssize_t k)
     return leaves;
 }
 
-static int read_replica(const scattered_object *self, PyObject *number, Py_ssize_t *k)
-{
-    *k = PyNumber_AsSsize_t(number, PyExc_IndexError);
-    if (*k == -1 && PyErr_Occurred())
-        return -1;
-    if (*k >= 0 && *k < self->n_parts)
-        return 0;
-    PyErr_Format(PyExc_IndexError, "replica %zd: %zd take part", *k, self->n_parts);
-    return -1;
-}
-
 static PyObject *scattered_leaves(PyObject *object, PyObject *number)
 {
     PLI_ENTER(object);
     const scattered_object *self = (const scattered_object *)object;
-    Py_ssize_t k;
-    if (read_replica(self, number, &k) != 0)
+    const Py_ssize_t k = PyNumber_AsSsize_t(number, PyExc_IndexError);
+    if (k == -1 && PyErr_Occurred())
         return NULL;
+    if (k < 0 || k >= self->n_parts)
+        return PyErr_Format(PyExc_IndexError, "replica %zd: %zd take part", k,
+                            self->n_parts);
     return leaves_of(self, k);
-}
-
-static PyObject *scattered_chunk(PyObject *object, PyObject *number)
-{
-    PLI_ENTER(object);
-    const scattered_object *self = (const scattered_object *)object;
-    const module_state *state = state_of(object);
-    Py_ssize_t k;
-    if (read_replica(self, number, &k) != 0)
-        return NULL;
-    if (self->n_parts == 1 && !self->has_marks && !self->has_each)
-        return Py_NewRef(self->call);
-    PyObject *leaves = leaves_of(self, k);
-    PyObject *call =
-        leaves != NULL ? pli_with_leaves(state, self->call, leaves, 0) : NULL;
-    Py_XDECREF(leaves);
-    return call;
 }
 
 /* ---- scatter() ------------------------------------------------------------------ */
@@ -330,7 +309,6 @@ static int sort_value(pli_walk *walk, int kind, PyObject *const *values,
                       const pli_step *at, PyObject **out)
 {
     scattered_object *self = ((sorting *)walk)->scattered;
-    self->has_marks |= kind == PLI_MARK;
     (void)out;
     if (kind < PLI_CONSTANT &&
         (keep_way(self, at) != 0 || PyList_Append(self->leaves, values[0]) != 0))
@@ -371,32 +349,20 @@ PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args
     self->dim = dim;
     self->n_replicas = n;
     self->call = PyTuple_Pack(2, args[0], args[1]);
-    if (self->call == NULL || walk_call(state, self) != 0 || divide(state, self) != 0)
+    self->tree = self->call != NULL ? pli_tree_new(state, self->call, 0) : NULL;
+    if (self->tree == NULL || walk_call(state, self) != 0 || divide(state, self) != 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
 
 /* ---- life ----------------------------------------------------------------------- */
 
-static PyObject *scattered_tree(PyObject *object, void *closure)
-{
-    PLI_ENTER(object);
-    (void)closure;
-    return pli_tree_new(state_of(object), ((const scattered_object *)object)->call, 0);
-}
-
-static PyObject *scattered_sizes(PyObject *object, void *closure)
-{
-    PLI_ENTER(object);
-    (void)closure;
-    return Py_NewRef(((const scattered_object *)object)->sizes);
-}
-
 static int scattered_traverse(PyObject *object, visitproc visit, void *arg)
 {
     const scattered_object *self = (const scattered_object *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->call);
+    Py_VISIT(self->tree);
     Py_VISIT(self->leaves);
     Py_VISIT(self->packs);
     return 0;
@@ -408,6 +374,7 @@ static void scattered_dealloc(PyObject *object)
     scattered_object *self = (scattered_object *)object;
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->call);
+    Py_XDECREF(self->tree);
     Py_XDECREF(self->leaves);
     Py_XDECREF(self->packs);
     Py_XDECREF(self->sizes);
@@ -418,23 +385,22 @@ static void scattered_dealloc(PyObject *object)
 static PyMethodDef scattered_methods[] = {
     {"leaves", scattered_leaves, METH_O,
      "leaves($self, k, /)\n--\n\nReturn the tensors and arrays of replica k."},
-    {"chunk", scattered_chunk, METH_O,
-     "chunk($self, k, /)\n--\n\nReturn (args, kwargs) of replica k."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef scattered_getset[] = {
-    {"tree", scattered_tree, NULL, "The nesting of (inputs, kwargs), without marks.",
-     NULL},
-    {"sizes", scattered_sizes, NULL, "The rows of each replica that takes part.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef scattered_members[] = {
+    {"tree", T_OBJECT_EX, offsetof(scattered_object, tree), READONLY,
+     "The nesting of (inputs, kwargs), without marks."},
+    {"sizes", T_OBJECT_EX, offsetof(scattered_object, sizes), READONLY,
+     "The rows of each replica that takes part."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot scattered_slots[] = {
     {Py_tp_dealloc, scattered_dealloc},
     {Py_tp_traverse, scattered_traverse},
     {Py_tp_methods, scattered_methods},
-    {Py_tp_getset, scattered_getset},
+    {Py_tp_members, scattered_members},
     {Py_tp_doc, "A call's arguments by replica; made by scatter()."},
     {0, NULL},
 };

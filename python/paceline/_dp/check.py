@@ -15,6 +15,7 @@ from paceline import _gpu, _native
 from paceline._checkpoint import unwrap
 from paceline._compat import torch_core
 from paceline._dp.data_parallel import DataParallel
+from paceline._dp.marker import unmarked
 
 # Of the largest entry: rounding of float sums that are taken in another order.
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2}
@@ -163,8 +164,7 @@ def check(
     devices, place = _devices(model, replicas)
     plain, wrapped = copy.deepcopy(model), copy.deepcopy(model)
     with torch.enable_grad():
-        inputs = _native.scatter(*_arguments(batch, place), 1, 0).chunk(0)
-        output, draws = _run(plain, *inputs)
+        output, draws = _run(plain, *unmarked(*_arguments(batch, place)))
         _backward(output, loss, output)
         wrapper = DataParallel(wrapped, devices)
         joined, _ = _run(wrapper, *_arguments(batch, place))

@@ -15,7 +15,7 @@ from paceline._checkpoint import LoadsEither, Wrapped
 from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
 from paceline._dp.engine import Engine
-from paceline._dp.marker import has_mark
+from paceline._dp.marker import has_mark, unmarked
 from paceline._dp.replicate import alone_because, check_lazy, parts_of
 from paceline._dp.threads import is_inside_replica
 from paceline._recorder import Steps
@@ -304,7 +304,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         elif any(map(has_mark, inputs)) or (
             kwargs and any(map(has_mark, kwargs.values()))
         ):
-            inputs, kwargs = _native.scatter(inputs, kwargs, 1, self.dim).chunk(0)
+            inputs, kwargs = unmarked(inputs, kwargs)
         return self.module(*inputs, **kwargs)
 
     # ---- for subclasses to override -------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline import _native
 from paceline._compat import torch_core
 from paceline._compat.packed_sequence import Replicated
 
@@ -42,3 +43,9 @@ def replicate(value: Any) -> Any:
 def has_mark(value: Any) -> bool:
     """Tell whether a value is marked, or holds something that is."""
     return any(type(leaf) is Replicated for leaf in torch_core.leaves_of(value))
+
+
+def unmarked(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments of a call, (args, kwargs), without marks."""
+    scattered = _native.scatter(inputs, kwargs, 1, 0)
+    return scattered.tree.unflatten(scattered.leaves(0))

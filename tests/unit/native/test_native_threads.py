@@ -12,6 +12,7 @@ from paceline import _native
 from support.programs import run_python
 from support.threads import in_threads
 from torch import nn
+from values import chunk
 
 N_THREADS = 4
 
@@ -36,7 +37,7 @@ def test_threads_split_and_join_each_their_own_values():
             tree, leaves = _native.flatten(value)
             assert same(tree.unflatten(leaves), value)
             scattered = _native.scatter((value[0],), value[1], 2, 0)
-            parts = [scattered.chunk(r) for r in range(2)]
+            parts = [chunk(scattered, r) for r in range(2)]
             joined = _native.gather(parts, scattered.sizes, 0)
             assert same(joined, ((value[0],), value[1]))
 
@@ -47,12 +48,12 @@ def test_threads_read_one_tree_and_one_split():
     value = nested(0)
     tree, leaves = _native.flatten(value)
     scattered = _native.scatter((value[0],), value[1], 2, 0)
-    expected = scattered.chunk(1)
+    expected = chunk(scattered, 1)
 
     def work(k):
         for _ in range(200):
             assert same(tree.unflatten(leaves), value)
-            assert same(scattered.chunk(1), expected)
+            assert same(chunk(scattered, 1), expected)
 
     in_threads(work, N_THREADS)
 

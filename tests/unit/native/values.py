@@ -144,3 +144,8 @@ def same(left, right):
     if hasattr(left, "__dict__"):
         return same(left.__dict__, right.__dict__)
     return left == right
+
+
+def chunk(scattered, k):
+    """Return (args, kwargs) of replica k."""
+    return scattered.tree.unflatten(scattered.leaves(k))
