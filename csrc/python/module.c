@@ -2,7 +2,7 @@
 #include "backend/cpu_sum.h"
 #include "comm/links.h"
 #include "ipc/parent_watch.h"
-#include "python/ddp/failed_backward.h"
+#include "python/ddp/dropped_backward.h"
 #include "python/ddp/grad_window.h"
 #include "python/ddp/reducer_args.h"
 #include "python/dp/tree.h"

@@ -18,9 +18,8 @@
  */
 #include "backward_end_type.h"
 
-#include "compiled_backward.h"
 #include "core/clock.h"
-#include "failed_backward.h"
+#include "dropped_backward.h"
 #include "step.h"
 
 enum { MOST_SLEEPS = 1000 }; /* of a millisecond, for a thread that is about to end */

@@ -10,7 +10,11 @@
  */
 #include "hook_type.h"
 
+#include <unistd.h>
+
+#include "backward_end_type.h"
 #include "comm_hook.h"
+#include "forwards.h"
 #include "gpu_step.h"
 #include "grads.h"
 #include "reducer_list.h"
@@ -130,9 +134,48 @@ static int is_final(reducer_object *self, size_t i)
     return is_last;
 }
 
+/* A gradient has come for slot i: in a context, where `task` is that backward's, or as
+ * `.grad`, with NO_CONTEXT.  1 where it is part of a step, which may begin with it; 0
+ * where it is local; -1. */
+static int enter_step(reducer_object *self, size_t i, long task)
+{
+    if (!pl_reducer_is_active(self->reducer)) {
+        if (getpid() != self->owner_pid)
+            return 0; /* a forked child trains the bare model for itself */
+        if (!pli_forwards_begin_step(self, i)) {
+            if (task == NO_CONTEXT)
+                self->slots[i].is_unseen = 1;
+            return 0;
+        }
+        /* The callback comes first: should this backward fail, it reports that. */
+        if (pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0 ||
+            pli_step_begin(self) != 0 ||
+            (task == NO_CONTEXT && pli_grads_note(self, i) != 0))
+            return -1;
+        self->context.task = task;
+    } else if (self->context.task != task) {
+        return pli_error(PyExc_RuntimeError,
+                         "gradients of a model came from two backwards at once, one of "
+                         "them of torch.distributed.autograd: run one after the other");
+    }
+    /* An inner backward's callback may have run: the outer one needs another. */
+    if (self->n_backward_ends == 0 && self->engine == ENGINE_CALLS_BACK &&
+        pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0)
+        return -1;
+    return 1;
+}
+
+/* After each gradient: ends the step here where the engine will not call back. */
+static int finish_inline(reducer_object *self)
+{
+    if (self->engine == ENGINE_CALLS_BACK || pl_reducer_n_not_ready(self->reducer) > 0)
+        return 0;
+    return pli_step_finish(self);
+}
+
 static int on_gradient(reducer_object *self, size_t i)
 {
-    const int is_in_step = pli_step_enter(self, i, NO_CONTEXT);
+    const int is_in_step = enter_step(self, i, NO_CONTEXT);
     if (is_in_step <= 0)
         return is_in_step;
     const int takes_it = is_final(self, i);
@@ -141,7 +184,7 @@ static int on_gradient(reducer_object *self, size_t i)
     if (check_is_first(self, i) != 0 ||
         (pli_is_on_device(self) && pli_gpu_step_read_stream(self) != 0))
         return -1;
-    return pli_grads_mark_ready(self, i) != 0 ? -1 : pli_step_finish_inline(self);
+    return pli_grads_mark_ready(self, i) != 0 ? -1 : finish_inline(self);
 }
 
 static int refuse_device(const reducer_object *self)
@@ -170,7 +213,7 @@ PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
         Py_RETURN_NONE;
     if (refuse_device(self) != 0)
         return NULL;
-    const int is_in_step = pli_step_enter(self, (size_t)i, task);
+    const int is_in_step = enter_step(self, (size_t)i, task);
     if (is_in_step < 0)
         return NULL;
     if (is_in_step > 0)

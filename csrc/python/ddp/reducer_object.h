@@ -16,8 +16,8 @@
  * Who calls whom:
  *
  *     reducer_type -> reducer_build, uneven_inputs, hook_type
- *       -> backward_end_type -> compiled_backward -> failed_backward
- *       -> step -> forwards, grad_results, module_buffers, autograd_context
+ *       -> backward_end_type -> dropped_backward
+ *       -> step -> forwards, grad_results, module_buffers
  *       -> grads -> sparse_grads -> comm_hook -> gpu_step, grad_window -> here
  */
 #ifndef PLI_REDUCER_OBJECT_H

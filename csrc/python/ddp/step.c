@@ -3,8 +3,6 @@
 
 #include <unistd.h>
 
-#include "autograd_context.h"
-#include "backward_end_type.h"
 #include "comm_hook.h"
 #include "forwards.h"
 #include "gpu_step.h"
@@ -145,40 +143,37 @@ int pli_step_begin(reducer_object *self)
     return pli_grad_window_refresh(self);
 }
 
-int pli_step_enter(reducer_object *self, size_t i, long task)
+/* ---- gradients that torch.distributed.autograd keeps in a context ---------------- */
+
+/* That one has come is all that is recorded in the backward; at its end, all are read
+ * from the context, and the results are written to them in place. */
+static int open_context(reducer_object *self)
 {
-    if (!pl_reducer_is_active(self->reducer)) {
-        if (getpid() != self->owner_pid)
-            return 0; /* a forked child trains the bare model for itself */
-        if (!pli_forwards_begin_step(self, i)) {
-            if (task == NO_CONTEXT)
-                self->slots[i].is_unseen = 1;
-            return 0;
-        }
-        /* The callback comes first: should this backward fail, it reports that. */
-        if (pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0 ||
-            pli_step_begin(self) != 0 ||
-            (task == NO_CONTEXT && pli_grads_note(self, i) != 0))
-            return -1;
-        self->context.task = task;
-    } else if (self->context.task != task) {
-        return pli_error(PyExc_RuntimeError,
-                         "gradients of a model came from two backwards at once, one of "
-                         "them of torch.distributed.autograd: run one after the other");
-    }
-    /* An inner backward's callback may have run: the outer one needs another. */
-    if (self->n_backward_ends == 0 && self->engine == ENGINE_CALLS_BACK &&
-        pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0)
+    if (self->context.task == NO_CONTEXT || self->context.homes != NULL)
+        return 0;
+    PyObject *sequence =
+        PyObject_CallFunction(self->context.all, "l", self->context.task);
+    PyObject *homes = sequence != NULL ? PySequence_Tuple(sequence) : NULL;
+    Py_XDECREF(sequence);
+    if (homes == NULL)
         return -1;
-    return 1;
+    if (PyTuple_GET_SIZE(homes) != (Py_ssize_t)self->n_slots) {
+        PyErr_Format(PyExc_ValueError, "contexts returned %R: give one for each of %zu",
+                     homes, self->n_slots);
+        Py_DECREF(homes);
+        return -1;
+    }
+    self->context.homes = homes;
+    return 0;
 }
 
-int pli_step_finish_inline(reducer_object *self)
+static void close_context(reducer_object *self)
 {
-    if (self->engine == ENGINE_CALLS_BACK || pl_reducer_n_not_ready(self->reducer) > 0)
-        return 0;
-    return pli_step_finish(self);
+    self->context.task = NO_CONTEXT;
+    Py_CLEAR(self->context.homes);
 }
+
+/* ---- a step ends --------------------------------------------------------------- */
 
 static int close_reducer(reducer_object *self)
 {
@@ -203,7 +198,7 @@ static int complete(reducer_object *self, size_t i)
 /* Does so for all parameters, and posts the rest of the step. */
 static int close_step(reducer_object *self)
 {
-    if (pli_gpu_step_read_stream(self) != 0 || pli_context_open(self) != 0)
+    if (pli_gpu_step_read_stream(self) != 0 || open_context(self) != 0)
         return -1;
     for (size_t i = 0; self->role == PL_ACTIVE && i < self->n_slots; i++)
         if (complete(self, i) != 0)
@@ -252,7 +247,7 @@ static void drop_gradients(reducer_object *self)
     }
     self->device.n_copies = 0;
     pli_buffers_forget(self);
-    pli_context_close(self);
+    close_context(self);
 }
 
 /* -1, with MismatchError, where the ranks are not in the same step.  All find it out
@@ -315,7 +310,7 @@ static int try_finish(reducer_object *self)
         pli_check(state_of_reducer(self), pl_reducer_complete(self->reducer)) != 0 ||
         bind_results(self) != 0 || pli_buffers_receive(self) != 0)
         return -1;
-    pli_context_close(self);
+    close_context(self);
     pli_forwards_end_step(self);
     return pli_check(state_of_reducer(self), pl_reducer_end(self->reducer));
 }

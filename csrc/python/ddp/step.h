@@ -12,16 +12,8 @@ int pli_step_recover(reducer_object *self);
 
 int pli_step_begin(reducer_object *self);
 
-/* A gradient has come for slot i: in a context, where `task` is that backward's, or as
- * `.grad`, with NO_CONTEXT.  1 where it is part of a step, which may begin with it; 0
- * where it is local; -1. */
-int pli_step_enter(reducer_object *self, size_t i, long task);
-
 /* Also raises, after a step without fault, where a join context is to end with it. */
 int pli_step_finish(reducer_object *self);
-
-/* After each gradient: ends the step here where the engine will not call back. */
-int pli_step_finish_inline(reducer_object *self);
 
 /* The outermost backward of this thread is over: posts what is left of every step in
  * it, since another rank may wait for them in another order, and then finishes them in

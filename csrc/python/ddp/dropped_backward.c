@@ -1,15 +1,26 @@
-/* failed_backward.c - a backward that raised.
+/* dropped_backward.c - a backward that ends without a call: it raised, or compiled
+ * autograd ran it.
  *
- * The failure goes to the peers at once.  The exception is then still on its way
- * through Python, so a pending call looks for it where an `except` or `finally` holds
- * it, or where the interpreter leaves what nobody caught, and sends the traceback after
- * it.
+ * A failure goes to the peers at once.  The exception is then still on its way through
+ * Python, so a pending call looks for it where an `except` or `finally` holds it, or
+ * where the interpreter leaves what nobody caught, and sends the traceback after it.
+ *
+ * Compiled autograd calls nobody back, but drops its callbacks at its end.  A pending
+ * call follows at once, before Python goes on behind `backward()`: where no new
+ * exception is in sight, it finishes the step.
  */
-#include "failed_backward.h"
+#include "dropped_backward.h"
 
 #include "step.h"
 
 enum { MOST_POLLS = 64 }; /* for the exception, before the peers get none */
+
+/* What a pending call is given, and frees. */
+typedef struct pending_call {
+    reducer_object *reducer; /* owned */
+    const void *handled;     /* an exception to compare with, never read */
+    int n_polls;
+} pending_call;
 
 PyObject *pli_find_exception(void)
 {
@@ -45,7 +56,8 @@ PyObject *pli_unwound_keeper(PyObject *module, PyObject *kept)
                         "unwound_keeper() takes a list of code and None");
 }
 
-int pli_is_main_thread(void)
+/* Changes no exception that is set. */
+static int is_main_thread(void)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -79,14 +91,16 @@ static void send_traceback(reducer_object *reducer, PyObject *exception)
     Py_XDECREF(module);
 }
 
-void pli_pending_call_free(pending_call *self)
+static void free_pending(pending_call *self)
 {
     Py_DECREF(self->reducer);
     PyMem_Free(self);
 }
 
-int pli_call_soon(int (*call)(void *context), reducer_object *reducer,
-                  const void *handled)
+/* Has `call` called by the main thread, before it goes on with Python code; -1, without
+ * an exception, where that cannot be. */
+static int call_soon(int (*call)(void *context), reducer_object *reducer,
+                     const void *handled)
 {
     pending_call *context = PyMem_Calloc(1, sizeof *context);
     if (context == NULL)
@@ -95,7 +109,7 @@ int pli_call_soon(int (*call)(void *context), reducer_object *reducer,
     context->handled = handled;
     if (Py_AddPendingCall(call, context) == 0)
         return 0;
-    pli_pending_call_free(context);
+    free_pending(context);
     return -1;
 }
 
@@ -113,7 +127,7 @@ static int poll_for_exception(void *context)
         pli_comm_set_failure_message(self->reducer->comm, NULL); /* none follows */
     PyErr_Clear();
     Py_XDECREF(exception);
-    pli_pending_call_free(self);
+    free_pending(self);
     return 0;
 }
 
@@ -124,7 +138,37 @@ void pli_failed_backward_report(reducer_object *reducer)
     pli_step_fail(reducer, NULL);
     /* An exception of another thread is never in the main thread's sight; that of a
      * GPU's thread is, as autograd raises it where backward was called. */
-    if ((!pli_is_on_device(reducer) && !pli_is_main_thread()) ||
-        pli_call_soon(poll_for_exception, reducer, NULL) != 0)
+    if ((!pli_is_on_device(reducer) && !is_main_thread()) ||
+        call_soon(poll_for_exception, reducer, NULL) != 0)
         pli_comm_set_failure_message(reducer->comm, NULL);
+}
+
+static int finish_compiled(void *context)
+{
+    pending_call *self = context;
+    reducer_object *reducer = self->reducer;
+    PLI_ENTER(reducer);
+    PyObject *exception = pli_find_exception();
+    const int has_failed = exception != NULL && exception != self->handled;
+    int status = 0;
+    Py_XDECREF(exception);
+    if (has_failed)
+        pli_failed_backward_report(reducer);
+    else if (pl_reducer_is_active(reducer->reducer))
+        status = pli_step_finish_all(reducer);
+    free_pending(self);
+    return status;
+}
+
+void pli_compiled_backward_ends(reducer_object *reducer, uint64_t step,
+                                const void *handled)
+{
+    if (!pl_reducer_is_active(reducer->reducer) &&
+        pl_reducer_step(reducer->reducer) != step)
+        return; /* the last hook has finished the step that it was made for */
+    if (is_main_thread() && call_soon(finish_compiled, reducer, handled) == 0)
+        return;
+    /* Nothing can be raised from here: the next forward does it. */
+    reducer->unseen = FAILURE_UNSEEN;
+    pli_failed_backward_report(reducer);
 }
