@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline._compat import torch_groups
-from paceline._errors import MismatchError, PeerError
+from paceline._errors import MismatchError, PeerError, PeerTimeoutError
 
 
 def mean(x: Any) -> Any:
@@ -35,8 +35,8 @@ def mean(x: Any) -> Any:
     ------
     TypeError, paceline.MismatchError
         If `x` is something else; on each rank, if names, shapes or dtypes differ.
-    paceline.PeerError
-        If a rank ends, or does not call it before the process group's timeout.
+    paceline.PeerError, paceline.PeerTimeoutError
+        If a rank ends; if it does not call it before the process group's timeout.
 
     Examples
     --------
@@ -88,8 +88,11 @@ def _meet(collective: Callable[..., Any], *args: Any) -> None:
     try:
         collective(*args)
     except RuntimeError as error:
+        if not torch_groups.is_lost_peer(error):
+            raise
+        kind = PeerTimeoutError if torch_groups.is_timeout(error) else PeerError
         words = "a rank has not come to this mean(), which all must call equally often"
-        raise PeerError(f"rank {dist.get_rank()}: {words} ({error})") from error
+        raise kind(f"rank {dist.get_rank()}: {words} ({error})") from error
 
 
 def _read(value: Any) -> tuple[str, torch.Tensor]:

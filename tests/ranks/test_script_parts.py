@@ -96,7 +96,7 @@ def take_means(rank, n_ranks):
         fault = getattr(caught.value, "rank", None)
         errors.append((f"{caught.typename}: {caught.value}", fault))
     if rank == 0:
-        with pytest.raises(paceline.PeerError, match="equally often"):
+        with pytest.raises(paceline.PeerTimeoutError, match="equally often"):
             paceline.mean(1)  # rank 1 does not
     return found, errors, world.is_main
 
@@ -113,6 +113,36 @@ def test_a_mean_is_that_of_all_ranks_and_a_difference_is_an_error_on_each():
         output = outcomes[rank].output
         assert f"warning of {rank}" in output
         assert ("printed by" in output, "info of" in output) == (is_main, is_main)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("Timed out waiting 2000ms for send operation"), "PeerTimeout"),
+        (torch.distributed.DistStoreError("Socket Timeout"), "PeerTimeout"),
+        (RuntimeError("pair.cc:553] Connection closed by peer"), "Peer"),
+        (RuntimeError("Read error: Connection reset by peer"), "Peer"),
+        (torch.distributed.DistNetworkError("failed to recv, got 0 bytes"), "Peer"),
+        (torch.distributed.DistBackendError("ncclRemoteError: A call"), "Peer"),
+        (torch.distributed.DistBackendError("ncclInvalidUsage"), "DistBackend"),
+        (torch.OutOfMemoryError("out of memory"), "OutOfMemory"),
+        (RuntimeError("Tensors must be contiguous"), "Runtime"),
+    ],
+)
+def test_only_what_another_rank_has_done_is_said_to_be_its_fault(
+    error, kind, monkeypatch
+):
+    def fail(*_):
+        raise error
+
+    for name, value in {"initialized": True, "rank": 0, "world_size": 2}.items():
+        face = f"is_{name}" if value is True else f"get_{name}"
+        monkeypatch.setattr(torch.distributed, face, lambda value=value: value)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", fail)
+    with pytest.raises(RuntimeError) as caught:
+        paceline.mean(1)
+    assert caught.typename == f"{kind}Error"
+    assert (caught.value is error) == ("Peer" not in kind)
 
 
 def test_a_mean_of_one_process_has_the_form_of_one_over_ranks():

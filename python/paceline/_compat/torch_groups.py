@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import re
 import time
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+_LATE = re.compile("tim(ed|e)[- ]?out", re.IGNORECASE)
+_LOST = re.compile("by peer|broken pipe|ncclRemoteError", re.IGNORECASE)
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 """What ``init_process_group`` uses where no timeout is given (Gloo)."""
 DEFAULT_NCCL_TIMEOUT_SECONDS = 600.0
@@ -33,6 +36,18 @@ def wait_for_gloo_at_exit() -> None:
     as a wrapper, still holds the group.
     """
     atexit.register(time.sleep, 0.05)
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Tell whether a collective, or the store, has waited for as long as it may."""
+    return _LATE.search(str(error)) is not None
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Tell whether a collective failed since another process has gone, or is late."""
+    kinds = (dist.DistStoreError, dist.DistNetworkError)
+    is_lost = isinstance(error, kinds) or _LOST.search(str(error)) is not None
+    return is_lost or is_timeout(error)
 
 
 def is_debugging() -> bool:
