@@ -2,7 +2,8 @@
 
 A pass is what one ``iter()`` of the sampler gives; it counts how often it is asked for
 a batch.  A DataLoader with workers asks for some batches ahead, and then for one more
-each time that its loop takes one: so the count says which batch the loop is at.
+each time that its loop takes one: so the count says which batch the loop is at.  The
+DataLoader's own count says whether the loop has got that one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ class BatchSampler(Sampler[list[int]]):
     as evenly as possible; with fewer rows than ranks, it is joined to the one before.
     So each row comes once an epoch, and all ranks take the same number of steps.
 
-    A batch counts as taken when the `DataLoader` hands it to its loop.  When all are,
-    the epoch advances; a loop that ends earlier has the next one begin the epoch anew.
+    A batch counts as taken when the `DataLoader` hands it to its loop; one that cannot
+    be read does not, unless the loop goes on behind the error.  When all are taken, the
+    epoch advances; a loop that ends earlier has the next one begin the epoch anew.
 
     Parameters
     ----------
@@ -85,7 +87,7 @@ class BatchSampler(Sampler[list[int]]):
         self._is_loaded = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        return _Pass(self, torch_core.batches_read_ahead(sys._getframe(1)))
+        return _Pass(self, *torch_core.read_by_loader(sys._getframe(1)))
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch."""
@@ -149,6 +151,8 @@ class BatchSampler(Sampler[list[int]]):
         if len(rows := self._rows()) < size:
             self._begin = (self._begin[0] + 1, 0, rows.tolist())
             rows = self._rows()
+        if self._pass is not None:
+            self._pass._loader = {}  # which leads to that pass
         self._pass, self._is_loaded = begun, False
         return rows, rank, size
 
@@ -188,9 +192,16 @@ class BatchSampler(Sampler[list[int]]):
 class _Pass(Iterator[list[int]]):
     """One rank's part of the batches, and how many of them have been taken."""
 
-    def __init__(self, sampler: BatchSampler, n_ahead: int) -> None:
-        self._sampler, self._n_ahead = sampler, n_ahead
+    def __init__(
+        self, sampler: BatchSampler, n_ahead: int, loader: dict[str, Any]
+    ) -> None:
+        self._sampler, self._n_ahead, self._loader = sampler, n_ahead, loader
+        self._n_given: int | None = None  # to the loader's loop, when last asked
         self._deal()
+
+    def __getstate__(self) -> dict[str, Any]:  # the loader has queues of its workers
+        given = {"_num_yielded": self._loader.get("_num_yielded", -1)}
+        return {**vars(self), "_loader": given}
 
     def _deal(self) -> None:
         self._rows, self._rank, self._size = self._sampler._start(self)
@@ -213,6 +224,7 @@ class _Pass(Iterator[list[int]]):
         if counted is not None and self.n_taken < self.n_batches:
             self._sampler._pass = self  # the one asked last has the scale and the state
         self._n_asked += 1
+        self._n_given = self._loader.get("_num_yielded")
         if self._n_asked > self.n_batches:
             raise StopIteration
         begin, end, _ = self.part_of(self._n_asked - 1)
@@ -220,7 +232,9 @@ class _Pass(Iterator[list[int]]):
 
     @property
     def n_taken(self) -> int:
-        return min(max(self._n_asked - self._n_ahead, 0), self.n_batches)
+        is_last_failed: bool = self._n_given == self._loader.get("_num_yielded", -1)
+        n_taken = self._n_asked - self._n_ahead - is_last_failed
+        return min(max(n_taken, 0), self.n_batches)
 
     def end_of(self, n: int) -> int:
         """Return how many rows the first n batches have, on all ranks together."""

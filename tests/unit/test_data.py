@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import random
 
 import paceline
 import pytest
 import torch
 from paceline.data import BatchSampler
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 N_DRAWN = 400
 WORKERS = [(0, False), (2, False), (2, True)]
@@ -96,6 +97,40 @@ def test_a_loop_over_a_loader_counts_what_it_takes_and_not_what_workers_read(
         break
     assert len(torch.cat(list(loader))) == len(rows)
     assert again.epoch == again_from + 1
+
+
+class Flaky(Dataset):
+    """Rows of which one cannot be read."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, row):
+        if row == 5:
+            raise OSError("row 5")
+        return row
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("n_more", [0, 1, 9])
+def test_a_batch_that_cannot_be_read_counts_once_the_loop_goes_on(n_workers, n_more):
+    sampler, again = (BatchSampler(range(11), 2, shuffle=False) for _ in range(2))
+    loader = DataLoader(Flaky(), batch_sampler=sampler, num_workers=n_workers)
+    batches = iter(loader)
+    found = [*next(batches).tolist(), *next(batches).tolist()]
+    with pytest.raises(OSError, match="row 5"):
+        next(batches)
+    found += [4, 5] if n_more else []  # which the loop leaves out
+    found += itertools.chain(
+        *map(torch.Tensor.tolist, itertools.islice(batches, n_more))
+    )
+    state = pickle.loads(pickle.dumps(sampler)).state_dict()
+    del batches
+    assert state == sampler.state_dict()
+    again.load_state_dict(state)
+    assert (again.epoch, sampler.epoch) == (n_more == 9, n_more == 9)
+    rest = itertools.chain(*again) if n_more < 9 else []
+    assert [*found, *rest] == list(range(11))
 
 
 def test_the_states_that_torchdatas_loader_takes_are_those_of_what_it_was_given():

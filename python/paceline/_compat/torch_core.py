@@ -417,18 +417,23 @@ def has_buffer_property() -> bool:
     return isinstance(getattr(ddp, "broadcast_buffers", None), property)
 
 
-def batches_read_ahead(frame: types.FrameType | None, depth: int = 4) -> int:
+def read_by_loader(
+    frame: types.FrameType | None, depth: int = 4
+) -> tuple[int, dict[str, Any]]:
     """Return how many batches a DataLoader's workers are given before its loop.
 
-    ``frame`` asks for the sampler's iterator; what calls it may wrap the sampler.
+    Return its iterator's attributes, too: ``_num_yielded`` counts what its loop has
+    got.  Who had the iterator itself would keep its workers alive.  ``frame`` asks for
+    the sampler's iterator; what calls it may wrap the sampler.
     """
     owner = frame.f_locals.get("self") if frame is not None else None
     if isinstance(owner, dataloader._BaseDataLoaderIter):
         loader = frame.f_locals.get("loader") if frame is not None else None
         if owner._num_workers > 1 and not getattr(loader, "in_order", True):
             raise ValueError("this sampler counts batches in order: in_order=True")
-        return (getattr(owner, "_prefetch_factor", None) or 0) * owner._num_workers
-    return batches_read_ahead(frame.f_back, depth - 1) if frame and depth else 0
+        n_each = getattr(owner, "_prefetch_factor", None) or 0
+        return n_each * owner._num_workers, vars(owner)
+    return read_by_loader(frame.f_back, depth - 1) if frame and depth else (0, {})
 
 
 def skip_frames(*functions: Any) -> None:
