@@ -118,7 +118,7 @@ def find(folder: Path) -> list[Path]:
             else:
                 with suppress(OSError):  # another may be as quick
                     os.unlink(entry.path)
-    return sorted(found)
+    return sorted(found, key=lambda path: [*map(int, path.name.split("-")[1:])])
 
 
 # ---- writing ------------------------------------------------------------------------

@@ -53,6 +53,7 @@ def test_a_rank_that_fails_is_one_message():
     ("words", "told"),
     [
         (["--models", "resnet"], "--models has 'resnet': the models are digits,"),
+        (["--models", ""], "--models has '': the models are digits,"),
         (["--ranks", "1"], "--ranks is '1': give whole numbers from 2 to 64"),
         (["--ranks", "2,x"], "--ranks is '2,x'"),
         (["--seconds", "0"], "--seconds is 0: give more than 0"),

@@ -50,9 +50,10 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
     import torch
     from torch.distributed.run import get_args_parser
 
-    n = str(torch.cuda.device_count()) if n == "gpu" else n
+    is_gpu, n = n == "gpu", str(torch.cuda.device_count() or n) if n == "gpu" else n
     if not (n.isascii() and n.isdigit() and int(n) > 0):
-        raise UsageError(f"-n {n}: give a number of ranks, or gpu for one a GPU")
+        words = "torch sees no GPU here (`paceline doctor` says why): " * is_gpu
+        raise UsageError(f"-n {n}: {words}give a number of ranks, or gpu for one a GPU")
     given = get_args_parser().parse_args([f"--nproc-per-node={n}", *arguments])
     if given.nproc_per_node != n:
         raise UsageError(f"-n {n} and --nproc-per-node {given.nproc_per_node}: give -n")

@@ -159,10 +159,12 @@ def test_what_processes_have_left_that_are_gone_is_removed(folder):
     reused = f"paceline-{user}-{space}-{process.pid}-1-0"
     elsewhere = f"paceline-{user}-{space + 1}-{process.pid}-1-0"
     others = f"paceline-{user + 1}-{space}-{process.pid}-1-0"
-    for name in (live, reused, elsewhere, others, "paceline-else"):
+    tenth, ninth = (f"{live[:-2]}-{n}" for n in (10, 9))
+    for name in (tenth, live, ninth, reused, elsewhere, others, "paceline-else"):
         (folder / name).touch()
-    assert _recorder.find(folder) == [folder / live]
-    assert names(folder) == sorted([live, elsewhere, others, "paceline-else"])
+    assert _recorder.find(folder) == [folder / name for name in (live, ninth, tenth)]
+    left = [live, tenth, ninth, elsewhere, others, "paceline-else"]
+    assert names(folder) == sorted(left)
     process.kill()
     while _recorder._start_of(process.pid) is not None:  # until it is a zombie
         time.sleep(0.01)

@@ -55,6 +55,7 @@ def test_what_the_user_has_set_and_the_containers_share_count(monkeypatch):
 @pytest.mark.parametrize(
     ("rest", "words"),
     [
+        (["gpu", "train.py"], "-n gpu: torch sees no GPU here .*: give a number"),
         ([], "-n : give a number of ranks"),
         (["two", "train.py"], "-n two"),
         (["2", "--nproc-per-node", "1", "train.py"], "-n 2 and --nproc-per-node 1"),
@@ -62,6 +63,7 @@ def test_what_the_user_has_set_and_the_containers_share_count(monkeypatch):
         (["2", "--rdzv-endpoint", "host0:29400", "train.py"], "for one machine"),
     ],
 )
-def test_what_is_no_number_or_for_several_machines_is_refused(rest, words):
+def test_what_is_no_number_or_for_several_machines_is_refused(rest, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(run.UsageError, match=words):
         run._as_ranks("", rest)

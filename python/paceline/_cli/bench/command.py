@@ -126,7 +126,8 @@ def _read(
     )
     add("--quick", action="store_true", help="short turns: no figures to quote")
     options = parser.read(arguments)
-    names = options.models or (quick if options.quick else known)
+    names = quick if options.quick else known
+    names = names if options.models is None else options.models
     options.models = list(dict.fromkeys(names.split(",")))
     for name in options.models:
         if name not in models.BY_NAME:
