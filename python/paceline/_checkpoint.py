@@ -307,9 +307,10 @@ def load(
     ------
     RuntimeError
         If the file is damaged; or if the parameters are not those of the model, with
-        torch's list of them.
+        torch's list of them: those that fit, and optimizers, are loaded then.
     ValueError
-        If the file has no entry for one of `objects`; then none is changed.
+        If the file has no entry for one of `objects`, or its optimizer has other
+        parameters; then none is changed.
 
     Examples
     --------
@@ -336,8 +337,12 @@ def load(
         for name in wanted:
             if name not in parts:
                 raise ValueError(f"{path} has no {name!r}: it holds {list(parts)}")
-        for name, target in objects.items():
-            _put_back(name, target, state[name])
+        # An optimizer looks whether all fits before it takes anything.
+        is_other = {
+            n: not isinstance(objects[n], torch.optim.Optimizer) for n in objects
+        }
+        for name in sorted(objects, key=is_other.__getitem__):
+            _put_back(name, objects[name], state[name])
         if rng:
             _set_random_states(path, state[_RNG])
         return {name: parts[name] for name in parts if name not in wanted}

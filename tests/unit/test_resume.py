@@ -183,3 +183,13 @@ def test_what_does_not_fit_the_file_is_one_error(path, call, words):
     with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
         call(path)
     assert paceline.load(path)["epoch"] == 3
+
+
+def test_an_optimizer_that_does_not_fit_leaves_the_model_as_it_was(path):
+    paceline.save(make(seed=1), path)
+    training = make(seed=2)
+    training["optimizer"].add_param_group({"params": [torch.zeros(1)]})
+    before = result_of(training)
+    with pytest.raises(ValueError, match="parameter group"):
+        paceline.load(path, **training)
+    assert result_of(training) == before
