@@ -1,5 +1,7 @@
 """A wrapper's construction that fails on one rank: all learn it, and may try again."""
 
+import contextlib
+import functools
 import os
 import resource
 import signal
@@ -11,7 +13,9 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
+from paceline._ddp import rendezvous
 from support.hosts import Hosts
+from support.ports import free_port
 from support.processes import is_asleep
 from support.ranks import run_ranks, values
 from support.waiting import until
@@ -112,3 +116,51 @@ def test_after_an_interrupted_construction_the_group_is_made_anew(n_ranks):
         kind, text, _ = second
         assert (kind, "cannot be used any more" in text) == ("RuntimeError", True), text
         assert third[0] == "", third
+
+
+LOST = [  # who is killed or stopped, where; by which store; the error, who is named
+    (0, signal.SIGKILL, "before", "tcp", "PeerError", 0),
+    (0, signal.SIGKILL, "before", "an agent's", "PeerError", None),
+    (0, signal.SIGKILL, "before", "a store", "PeerError", None),
+    (0, signal.SIGSTOP, "before", "tcp", "PeerTimeoutError", 0),
+    (0, signal.SIGSTOP, "before", "a store", "PeerTimeoutError", None),
+    (1, signal.SIGSTOP, "before", "tcp", "PeerTimeoutError", 1),
+    (1, signal.SIGSTOP, "within", "tcp", "PeerTimeoutError", 1),
+]
+
+
+def lose_one(rank, n_ranks, victim, number, where, store, port):
+    """Return what the other rank's construction ends with, and whom it names."""
+    options = {"rank": rank, "world_size": n_ranks, "timeout": timedelta(seconds=2)}
+    if store == "a store":
+        options["store"] = dist.TCPStore("127.0.0.1", port, n_ranks, rank == 0)
+    else:
+        options["init_method"] = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", **options)
+    if store == "an agent's":  # as far as can be told later
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    pids = [None] * n_ranks
+    dist.all_gather_object(pids, os.getpid())
+    if rank == victim:
+        end = functools.partial(os.kill, os.getpid(), number)
+        rendezvous.Meeting.exchange = lambda *_: end()
+        if where == "before":
+            end()
+            return None
+    try:
+        with contextlib.suppress(TypeError):  # the victim's, that goes on
+            paceline.DistributedDataParallel(small())
+    except paceline.PeerError as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[victim], signal.SIGCONT)
+        return type(error).__name__, error.rank, str(error)
+
+
+@pytest.mark.parametrize(("victim", "number", "where", "store", "kind", "named"), LOST)
+def test_who_is_lost_in_a_construction_is_named_if_known_and_told_from_who_is_late(
+    victim, number, where, store, kind, named
+):
+    given = victim, number, where, store, free_port()
+    outcome = run_ranks(lose_one, 2, *given, rendezvous="none")[1 - victim]
+    assert outcome.is_ok, outcome
+    assert outcome.value[:2] == (kind, named), outcome.value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import os
 import re
 import time
 from contextlib import suppress
@@ -163,6 +164,14 @@ def group_store(group: dist.ProcessGroup) -> Any:
         return c10d._world.pg_map[group][1]
     except (AttributeError, KeyError, IndexError, TypeError):
         return None
+
+
+def is_store_of_rank_0(group: dist.ProcessGroup) -> bool:
+    """Tell whether the store of ``group`` is known to be in its rank 0's process."""
+    ranks, method = c10d._world.pg_group_ranks.get(group), c10d._default_pg_init_method
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    is_by_address = re.match("(env|tcp)://", method or "") is not None
+    return is_by_address and not is_agents and (ranks or {}).get(0) == 0
 
 
 def make_local_store() -> Any:

@@ -16,9 +16,9 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -39,6 +39,8 @@ _MOST_NAMED = 8
 
 OTHER_HOSTS = "on other hosts"
 _NAMESPACES = ("net", "pid", "user")
+
+_Answer = TypeVar("_Answer")
 
 _wrap_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -147,6 +149,9 @@ class Peers:
         store = torch_groups.group_store(group)
         if store is None:
             return
+        self._store_host = "the group's store, which rank 0 or the launcher hosts,"
+        if torch_groups.is_store_of_rank_0(group):
+            self._store_host = "rank 0, which hosts the group's store,"
         name = torch_groups.group_name(group)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         number = next(_wrap_numbers[name])
@@ -166,26 +171,17 @@ class Peers:
         if all(host.visible_pid(self.here) for host in hosts):
             self._store = None  # every process can be watched from here
 
-    @contextmanager
-    def _store_failure(self) -> Iterator[None]:
-        """Turn the store's own failures into the loss of rank 0, which hosts it."""
-        try:
-            yield
-        except dist.DistError as error:
-            raise _native.PeerError(
-                f"rank {self.rank}: the group's store is gone, and with it rank 0 or "
-                f"the launcher that hosts it, during construction ({error})"
-            ) from error
+    def _in_time(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Ask the store; one that a stopped process hosts is given up in time.
 
-    def _in_time(self, ask: Callable[[], None]) -> None:
-        """Ask the store; one that a stopped process hosts is given up in time."""
-        errors: list[BaseException | None] = []
+        The store's own failures are turned into the loss of who hosts it.
+        """
+        answers: list[_Answer] = []
+        errors: list[BaseException] = []
 
         def run() -> None:
             try:
-                with self._store_failure():
-                    ask()
-                errors.append(None)
+                answers.append(ask())
             except BaseException as error:
                 errors.append(error)
 
@@ -196,13 +192,16 @@ class Peers:
             run()
         else:
             thread.join(min(self._seconds, threading.TIMEOUT_MAX))
+        who = f"rank {self.rank}: {self._store_host}"
+        if answers:
+            return answers[0]
         if not errors:
-            raise _native.PeerTimeoutError(
-                f"rank {self.rank}: the group's store, which rank 0 or the launcher "
-                f"hosts, has not answered within {self._seconds:g} s"
-            )
-        if errors[0] is not None:
+            words = f"has not answered within {self._seconds:g} s"
+            raise _native.PeerTimeoutError(f"{who} {words}")
+        if not isinstance(errors[0], dist.DistError):
             raise errors[0]
+        words = f"was lost during construction ({errors[0]})"
+        raise _native.PeerError(f"{who} {words}") from errors[0]
 
     def _tell_and_read_hosts(self) -> None:
         self._store.set(f"host/{self.rank}", json.dumps(vars(self.here)))
@@ -236,11 +235,11 @@ class Peers:
         """Have the others' :meth:`check` raise that this rank has left the meeting."""
         if self.store is None:
             return
-        with suppress(dist.DistError):
-            self._tell_gone(self.rank, f"left the construction ({words_of(why)})")
+        self._tell_gone(self.rank, f"left the construction ({words_of(why)})")
 
     def _tell_gone(self, rank: int, what: str) -> None:
-        self.store.set("gone", json.dumps((rank, what)))
+        with suppress(_native.PeerError):
+            self._in_time(lambda: self.store.set("gone", json.dumps((rank, what))))
 
     def _check_processes(self) -> None:
         for rank, host in self._hosts.items():
@@ -249,8 +248,7 @@ class Peers:
             pid = host.visible_pid(self.here)
             if pid and _native.has_ended(pid):
                 if self._store is not None and rank != 0:
-                    with self._store_failure():
-                        self._tell_gone(rank, "died during construction")
+                    self._tell_gone(rank, "died during construction")
                 self._fail(rank, f"(process {pid}) died during construction")
 
     def all_gather(self, message: bytes, seconds: float) -> list[bytes]:
@@ -280,23 +278,27 @@ class Peers:
         store, number = self.store, self._n_sent
         self._n_sent += 1
         key, together = f"message/{number}/{self.rank}", f"messages/{number}"
-        with self._store_failure():
-            store.set(key, message)
-        if self.rank != 0:
-            self._await_keys([together], number, seconds)
-            with self._store_failure():
-                received: list[bytes] = pickle.loads(store.get(together))
-                store.delete_key(key)  # rank 0 has read it
-            return received
         others = [f"message/{number}/{rank}" for rank in range(1, self.size)]
-        self._await_keys(others, number, seconds)
-        with self._store_failure():
-            received = [message, *(store.get(other) for other in others)]
-            store.set(together, pickle.dumps(received))
-            if number > 0:  # all have read those before, having sent these
-                store.delete_key(f"messages/{number - 1}")
-            store.delete_key(key)
-        return received
+
+        def pass_on() -> list[bytes]:
+            if self.rank != 0:
+                received: list[bytes] = pickle.loads(store.get(together))
+            else:
+                received = [message, *(store.get(other) for other in others)]
+                store.set(together, pickle.dumps(received))
+                if number > 0:  # all have read those before, having sent these
+                    store.delete_key(f"messages/{number - 1}")
+            store.delete_key(key)  # rank 0 has read it
+            return received
+
+        self._in_time(lambda: store.set(key, message))
+        self._await_keys([together] if self.rank else others, number, seconds)
+        return self._in_time(pass_on)
+
+    def _count_first(self, keys: list[str]) -> int:
+        return sum(
+            1 for _ in itertools.takewhile(lambda k: self.store.check([k]), keys)
+        )
 
     def _await_keys(self, keys: list[str], number: int, seconds: float) -> None:
         """Wait until the store has all keys; keep an eye on the ranks."""
@@ -305,9 +307,7 @@ class Peers:
         n_there = 0
         while True:
             self.check()
-            with self._store_failure():
-                while n_there < len(keys) and self.store.check([keys[n_there]]):
-                    n_there += 1
+            n_there += self._in_time(lambda: self._count_first(keys[n_there:]))  # noqa: B023
             if n_there == len(keys):
                 return
             if time.monotonic() > until:
@@ -317,12 +317,9 @@ class Peers:
             pause = min(2 * pause, CHECK_EVERY_SECONDS)
 
     def _fail_late(self, number: int, seconds: float) -> None:
-        with self._store_failure():
-            silent = [
-                rank
-                for rank in range(self.size)
-                if not self.store.check([f"message/{number}/{rank}"])
-            ] or [0]
+        keys = [f"message/{number}/{rank}" for rank in range(self.size)]
+        are_there = self._in_time(lambda: [self.store.check([key]) for key in keys])
+        silent = [rank for rank, there in enumerate(are_there) if not there] or [0]
         raise _native.PeerTimeoutError(
             f"rank {self.rank}: ranks {silent} have not come to this "
             f"construction within {seconds:g} s, the process group's timeout"
@@ -335,13 +332,18 @@ class Peers:
             self.check()
             time.sleep(10 * POLL_SECONDS)
         silent = [rank for rank in range(self.size) if rank not in self._hosts]
+        is_late = isinstance(cause, RuntimeError) and torch_groups.is_timeout(cause)
+        if is_late and self.size == 2:
+            silent = [1 - self.rank]
         whom = f"rank {silent[0]}" if len(silent) == 1 else f"one of ranks {silent}"
         if len(silent) > _MOST_NAMED:
             whom = f"one of {len(silent)} ranks"
         if not silent:
             whom = "a rank"
-        raise _native.PeerError(
-            f"rank {self.rank}: {whom} was lost during construction ({cause})"
+        kind = _native.PeerTimeoutError if is_late else _native.PeerError
+        what = "kept this rank waiting" if is_late else "was lost"
+        raise kind(
+            f"rank {self.rank}: {whom} {what} during construction ({cause})"
         ) from cause
 
     def _fail(self, rank: int, what: str) -> None:

@@ -96,9 +96,16 @@ def test_ranks_that_have_sent_nothing_are_named_by_all(store):
 def test_a_store_that_a_stopped_process_hosts_is_given_up_in_time(store):
     ranks = peers.Peers(None, 1, 2)
     ranks._seconds = 0.1
-    for ask in (ranks.check, lambda: peers.Peers(None, 1, 2, 0.1)):
+    for ask in (
+        ranks.check,
+        lambda: peers.Peers(None, 1, 2, 0.1),
+        lambda: ranks.all_gather(b"", 60.0),
+        lambda: ranks._fail_late(0, 60.0),
+    ):
         with (
             store.lock,
             pytest.raises(_native.PeerTimeoutError, match="has not answered"),
         ):
             ask()
+    with store.lock:
+        ranks.tell_of_end(KeyboardInterrupt())
