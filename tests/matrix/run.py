@@ -43,34 +43,43 @@ PARTS = ["clients", "ranks", "parity/ddp", "parity/dp", "parity/upstream", "unit
 HEAD = """\
 # Versions
 
-The tests run with torch {pinned} before every change lands, and with the Pythons and
-torches below by `make matrix`, which wrote this page. `make MATRIX=3.13 matrix` runs
-one row, `make MATRIX="3.13 --part unit" matrix` a folder of it: the table says which
-folders of `tests/` it counts. `make MATRIX=3.13 TORCH=2.15.0rc1 matrix` takes another
-torch, from wherever `pip` finds it; `MATRIX_FLAGS="-- -k bucket"` runs other tests.
+The tests run with torch {pinned} before every change lands. `make matrix` runs them
+with the Pythons and torches below and writes the tables of this page:
+
+| command | runs |
+| --- | --- |
+| `make MATRIX=3.13 matrix` | one row |
+| `make MATRIX="3.13 --part unit" matrix` | one folder of `tests/` in a row |
+| `make MATRIX=3.13 TORCH=2.15.0rc1 matrix` | a row with another torch |
+| `make MATRIX=3.13 MATRIX_FLAGS="-- -k bucket" matrix` | other tests |
+
+`pip` may find the other torch anywhere. The table below lists the folders of `tests/`
+that it counts.
 
 ## Python without the GIL
 
-In a free-threaded Python the import of `paceline` turns the GIL on, and Python says
-so by a RuntimeWarning. The extension is written to do without it: one lock of its own
-takes the GIL's place, and `PYTHON_GIL=0` leaves the GIL off. But of four runs of the
-tests of threads that way (Python 3.13.5, torch 2.12.0, on the CPU) one crashed, and
-one stood still in a forked child; the causes are not known, so it is not the default.
-GPUs and Python 3.14 have not run without the GIL. A model must not be changed by one
-thread while another is in its forward or backward: with a GIL that is an error,
-without one it may crash.
+In a free-threaded Python, importing `paceline` turns the GIL on, and Python reports
+that by a RuntimeWarning. `PYTHON_GIL=0` leaves the GIL off: the extension then uses a
+lock of its own instead.
+
+The GIL stays on by default because of failures with unknown causes. Of four runs of the
+thread tests without the GIL (Python 3.13.5, torch 2.12.0, on the CPU), one crashed and
+one stood still in a forked child. GPUs and Python 3.14 have not run without the GIL.
+
+No thread may change a model while another thread is in its forward or backward. With a
+GIL that is an error; without one it may crash.
 
 ## Of `make test-all`
 
-What came of each part when it last ran:
+The result of each part when it last ran:
 
-| part | ran | what came of it |
+| part | ran | result |
 | --- | --- | --- |
 | tests marked `long` | 2026-11-26, 205 s | 14 passed |
 | `make c-test-plain` | 2026-11-26, 80 s with the build | 55 programs passed |
 | `make sanitize` (TSan) | with each change, 151 s | 55 programs passed |
 | `make fuzz-bytes` | 2026-11-26, a minute | nothing found |
-| `make fuzz` | 2026-11-26, 400 programs and 400 loops | as with torch |
+| `make fuzz` | 2026-11-26, 1,400 programs on 2 ranks and 400 loops | as with torch |
 | `make fuzz-dp` | 2026-11-26, 600 on the CPU, 300 on simulated GPUs | none wrong |
 | `make hosts` | 2026-11-25, 584 s | 1,569 passed; 100 drawn failures, none wrong |
 | `make matrix` | 2026-11-25 | the tables below |

@@ -600,14 +600,14 @@ README = """\
 # Parity with torch
 
 `test_gradients.py` and `test_accumulation.py` compare gradients with torch's, bit by
-bit.  This table is about the rest: what becomes of two ranks that do what torch's class
-does not take well.  `python tests/parity/ddp/sixteen.py --write` makes it again, and
-`test_sixteen.py` holds paceline to its column.
+bit.  This table is about the rest: two ranks do things that torch's class does not
+take well.  `python tests/parity/ddp/sixteen.py --write` writes it anew, and
+`test_sixteen.py` checks paceline against its column.
 
 {date}, torch {torch}, Python {python}, a machine of {cores} cores; 2 ranks over Gloo,
-in fresh processes, with a deadline of {deadline:g} s.  In brackets, the seconds from
-the beginning of the experiment until the last rank was through with it.  Rank r's
-gradients are r + 1, so that averages are 1.5.  Long messages are cut short.
+in fresh processes, with a deadline of {deadline:g} s.  In brackets are the seconds from
+the beginning of the experiment until the last rank finished it.  The gradients of rank
+r are r + 1, so that averages are 1.5.  Long messages are cut short.
 
 {table}"""
 

@@ -194,17 +194,22 @@ BUILT |= {test: n_built for test, (n_built, *_) in DIFFERS.items()}
 
 INTRODUCTION = f"""\
 
-The tests of DistributedDataParallel that lie in the torch wheel, run with our class in
-torch's place by `test_torch_suite.py`: two ranks over Gloo, in fresh processes.  A test
-counts only if torch's own class passes it in the same run, if ours is built as often as
-torch's on each rank, and if torch's constructor is never run.  `torch_suite_list.py`
-has them all; `python tests/parity/upstream/torch_suite.py` with the name of a test runs
-that one, and with `--write` makes this section again.
+`test_torch_suite.py` runs the tests of DistributedDataParallel in the torch wheel with
+Paceline's class in torch's place: two ranks over Gloo, in fresh processes.  A test
+counts under three conditions.  torch's own class passes it in the same run, each rank
+builds Paceline's class as often as torch's, and torch's constructor never runs.
 
-With ours pass, as with torch's class: {len(PLAIN)} as they are, {len(STRICT)} with
-`PACELINE_STRICT=1`, as it wants a refusal of torch's, {len(ADAPTED)} that are written
-for a GPU a rank with the CPU in its place (`cpu_shim.py`), and {len(ADAPTED_STRICT)}
-with both.  The others, of which those that differ are run with the CPU too:
+`torch_suite_list.py` lists all tests.  `python tests/parity/upstream/torch_suite.py`
+with the name of a test runs that test, and with `--write` writes this section anew.
+
+These tests pass with both classes:
+
+- {len(PLAIN)} as they are;
+- {len(STRICT)} with `PACELINE_STRICT=1`, because it expects a refusal of torch;
+- {len(ADAPTED)} that are written for a GPU a rank, on the CPU (`cpu_shim.py`);
+- {len(ADAPTED_STRICT)} with both.
+
+The other tests; those that differ also ran on the CPU:
 
 | test | verdict |
 |---|---|
