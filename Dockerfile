@@ -5,19 +5,18 @@
 #   docker build -t paceline --target train .          neither Jupyter nor SSH
 #   docker run --rm -it -p 8888:8888 paceline                                Jupyter
 #
-# The base is any image of Debian or Ubuntu with Python 3.10 or later and pip.  Where it
-# has a torch, that one stays: it was built for the base's CUDA.  Elsewhere pip installs
-# TORCH_VERSION.
+# The base is any image of Debian or Ubuntu with Python 3.10 or later and pip.  If it has
+# a torch, that torch stays, because it was built for the base's CUDA.  Otherwise pip
+# installs TORCH_VERSION.
 #
-# The container's user is `user`, 1000:1000, who may not own what you mount.  Files get
-# your owner by
+# The container's user is `user`, 1000:1000.  It may not own the folders that you mount.
+# To give files your owner, run
 #
 #   docker run --user "$(id -u):$(id -g)" -v "$PWD:/home/user/work" ...
 #
-# or by an image that has your numbers: --build-arg UID="$(id -u)" --build-arg
-# GID="$(id -g)".
+# or build with your numbers: --build-arg UID="$(id -u)" --build-arg GID="$(id -g)".
 #
-# Ranks share memory by memfd, which no /dev/shm limits: Paceline needs neither
+# Ranks share memory by memfd, which /dev/shm does not limit: Paceline needs neither
 # --shm-size nor --ipc=host.  (torch's DataLoader with workers still uses /dev/shm.)
 
 ARG BASE_IMAGE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime
@@ -32,13 +31,13 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_NO_CACHE_DIR=1
-# The container is the environment: a distribution's Python need not be kept from pip.
+# The container is the environment: pip may change the distribution's Python.
 ARG PIP_BREAK_SYSTEM_PACKAGES=1
 ARG PIP_ROOT_USER_ACTION=ignore
 ARG DEBIAN_FRONTEND=noninteractive
 
-# A base with nvcc builds the kernels in, for which nvcc calls g++; elsewhere NVRTC, which
-# torch brings, compiles them when the first GPU is used.
+# A base with nvcc builds the kernels in; nvcc calls g++.  On other bases torch's NVRTC
+# compiles them when the first GPU is used.
 RUN headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))') \
  && apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
@@ -49,7 +48,7 @@ RUN headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))
 WORKDIR /src
 COPY requirements requirements
 RUN python3 -m pip install -c requirements/constraints.txt setuptools numpy
-# No docs: an edit of theirs does not compile anew.
+# Without docs/, so that an edit there does not compile anew.
 COPY pyproject.toml setup.py MANIFEST.in LICENSE README.md ./
 COPY csrc csrc
 COPY python python
@@ -93,8 +92,8 @@ RUN cd /opt/paceline/requirements \
  && sed -i "s/^torch==.*/torch==$torch/" constraints.txt \
  && python3 -m pip install -c constraints.txt torch numpy cloudpickle -r tools.txt
 
-# No password, which is not the same to sshd as an account that is locked.  Who is
-# called so or has the number makes room: Ubuntu's images have a user 1000.
+# '*' means without a password; a locked account would keep sshd's logins out, too.  An
+# account of the same name or number is removed: Ubuntu's images have a user 1000.
 ARG UID=1000
 ARG GID=1000
 RUN test "$UID" -gt 0 \
@@ -107,10 +106,10 @@ RUN test "$UID" -gt 0 \
  && install -d -m 755 -o "$UID" -g "$GID" /home/user /home/user/work \
  && echo "export PATH='$PATH'" > /etc/profile.d/paceline.sh
 
-# For a --user who has no entry in /etc/passwd, too.
+# Also for a --user without an entry in /etc/passwd.
 ENV HOME=/home/user USER=user LOGNAME=user SHELL=/bin/bash
 WORKDIR /home/user
-# tini passes signals on, and reaps what a killed program leaves.
+# tini passes signals on, and reaps the children of killed programs.
 ENTRYPOINT ["tini", "--", "entrypoint"]
 
 # ---- the image for training ----------------------------------------------------------
@@ -137,15 +136,15 @@ ARG PIP_BREAK_SYSTEM_PACKAGES=1
 ARG PIP_ROOT_USER_ACTION=ignore
 ARG DEBIAN_FRONTEND=noninteractive
 
-# Host keys that the package makes would be the same in every container: each makes its
-# own (docker/entrypoint).
+# Each container makes its own host keys (docker/entrypoint); those of the package would
+# be the same in every container.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends openssh-server \
  && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
  && cd /opt/paceline/requirements \
  && python3 -m pip install -c constraints.txt -r demo.txt -r notebook.txt
 
-# After what is heavy, so that an edit of the sources does not install it again.
+# After the heavy packages, so that an edit of the sources does not install them again.
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip install --no-deps /wheels/*.whl \
  && paceline --version

@@ -1,5 +1,5 @@
-# What a developer types.  All of it works on a fresh clone where there are
-# Python 3.10 or later, gcc and make; `make help` lists the targets.
+# Commands for developers; `make help` lists the targets.  All of them work on a fresh
+# clone, on a machine with Python 3.10 or later, gcc and make.
 
 PYTHON ?= python3
 TORCH  ?=
@@ -10,7 +10,7 @@ ifeq ($(origin CC), default)
 CC := gcc
 endif
 
-# V=1 shows the commands of the C build whole.
+# V=1 shows the full commands of the C build.
 SHOW = $(if $(V),,@echo "  $(1)";)
 
 PY  := $(VENV)/bin/python
@@ -34,7 +34,7 @@ VERSIONS     := $(VENV)/.constraints.txt
 SOURCES := $(shell find csrc python -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.py' \
 	-o -name '*.pyi' -o -name py.typed -o -name compile_flags.txt \))
 
-# What the demo and the benchmarks need.
+# Packages for the demo and the benchmarks.
 $(RUNTIME): requirements/constraints.txt requirements/demo.txt requirements/tools.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python 3.10 or later is needed: make PYTHON=python3.12"; exit 1; }
@@ -46,12 +46,12 @@ $(RUNTIME): requirements/constraints.txt requirements/demo.txt requirements/tool
 	    cloudpickle -r requirements/demo.txt -r requirements/tools.txt
 	@touch $@
 
-# What tests and lint need beyond: afterwards, as pip does one thing at a time.
+# Further packages for tests and lint: afterwards, because pip does one thing at a time.
 $(DEPENDENCIES): $(wildcard requirements/*.txt) | $(INSTALLED)
 	@echo "Installing what the tests need: some minutes."
 	$(PIP) install -q -c $(VERSIONS) -r requirements/test.txt -r requirements/lint.txt
 	$(PIP) install -q -c $(VERSIONS) -r requirements/clients.txt || \
-	    echo "No libraries of requirements/clients.txt: their tests are skipped."
+	    echo "Libraries of requirements/clients.txt are missing: their tests are skipped."
 	@touch $@
 
 $(INSTALLED): $(RUNTIME) $(SOURCES) setup.py pyproject.toml
@@ -62,7 +62,7 @@ $(INSTALLED): $(RUNTIME) $(SOURCES) setup.py pyproject.toml
 .PHONY: install
 install: $(INSTALLED) $(DEPENDENCIES) ## make .venv, and build and install the package into it
 
-# ---- what a user looks at first ------------------------------------------------
+# ---- demo and benchmarks --------------------------------------------------------
 
 .PHONY: demo bench bench-ddp bench-dp
 demo: $(INSTALLED) ## train on handwritten digits by plain torch and by Paceline
@@ -77,10 +77,10 @@ bench-ddp: $(INSTALLED) ## DistributedDataParallel alone
 bench-dp: $(INSTALLED) ## DataParallel alone
 	$(PY) tests/bench/bench_dp.py $(BENCH_FLAGS)
 
-# Compiled as in the extension: without what the tests add.
+# Compiled as in the extension, without the tests' flags.
 .PHONY: bench-counters bench-ranks
-bench-counters: ## what the counters in shared memory cost a rank
-bench-ranks: ## what a step costs, by the number of ranks and hosts
+bench-counters: ## cost of the counters in shared memory for a rank
+bench-ranks: ## cost of a step, by the number of ranks and hosts
 bench-counters bench-ranks: bench-%:
 	@mkdir -p $(BUILD)
 	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/$*.c \
@@ -91,9 +91,9 @@ bench-counters bench-ranks: bench-%:
 # ---- tests ---------------------------------------------------------------------
 
 # C tests and simulated GPUs wait more than they compute: they run beside the Python
-# suite, and what they print follows in one piece.
+# suite, and their output follows in one piece.
 .PHONY: test beside py-test
-test: $(INSTALLED) $(DEPENDENCIES) ## what each change must pass: ten minutes on two cores
+test: $(INSTALLED) $(DEPENDENCIES) ## tests that each change must pass: ten minutes on two cores
 	@$(MAKE) -s -j$(JOBS) c-asan $(BUILD)/c/plain/libplfake.so
 	@$(MAKE) --no-print-directory -j$(JOBS) beside py-test
 
@@ -101,11 +101,11 @@ beside:
 	@status=0; $(MAKE) --no-print-directory c-test gpu-fake >$(BUILD)/beside.txt 2>&1 || \
 	    status=1; cat $(BUILD)/beside.txt; exit $$status
 
-# Beside others, a make shares their number of jobs.
+# Under another make, share its number of jobs.
 PARALLEL = $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(JOBS))
 
 PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
-# In this order, long files first: the last ones keep all workers at work.
+# In this order, long files first: the short ones at the end keep all workers busy.
 PY_TESTS := $(wildcard $(addprefix tests/,parity/upstream unit/repository clients ranks parity \
 	unit/native unit))
 py-test: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/crash.so ## the Python suite (PYTEST_FLAGS="-k bucket")
@@ -116,11 +116,11 @@ $(BUILD)/crash.so: tests/support/crash.c
 	@mkdir -p $(@D)
 	$(CC) -g -shared -fPIC $< -o $@
 
-# Too long for each change: by hand, before a release.  docs/versions.md has what came
-# of the last time.
+# Too long for each change: run it by hand, before a release.  docs/versions.md has the
+# last results.
 .PHONY: test-all py-test-long
 HEAVY := py-test-long c-test-plain sanitize gpu-fake-calls fuzz-bytes fuzz fuzz-dp hosts matrix
-test-all: test ## that, and what is heavier: some hours
+test-all: test ## test, and the heavier checks: some hours
 	@for target in $(HEAVY); do \
 	    echo "==== make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
 
@@ -137,7 +137,7 @@ gpu-fake: ## the checks of tests/gpu on simulated CUDA and NCCL
 $(GPU_PARTS:%=gpu-fake-%): gpu-fake-%: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/c/plain/libplfake.so
 	@PYTHON=$(PY) OUT=$(BUILD)/gpu-fake/$* tests/gpu/run.sh --fake --quick --limit 900 $*
 
-# The three calls that a machine with a GPU is used by; `correct` is what gpu-fake runs.
+# The three calls for a machine with a GPU; gpu-fake runs `correct`.
 .PHONY: gpu-fake-calls
 gpu-fake-calls: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/c/plain/libplfake.so ## first, correct and speed in a row
 	@for call in first correct speed; do PYTHON=$(PY) OUT=$(BUILD)/gpu-fake/$$call \
@@ -158,12 +158,12 @@ hosts: $(INSTALLED) $(DEPENDENCIES) ## DistributedDataParallel across hosts: its
 	TEST_RANKS_PER_HOST=1 $(PY) -m pytest -q tests/parity/ddp
 	PYTHONPATH=tests $(PY) tests/ranks/drawn_failures.py $(HOSTS_FLAGS)
 
-# MATRIX=3.13 takes one row, TORCH=2.15.0rc1 another torch than the rows'.
+# MATRIX=3.13 takes one row, TORCH=2.15.0rc1 another torch than the table's.
 .PHONY: matrix
 matrix: ## the Python suite with other Pythons and torches; build/matrix/table.md
 	$(PYTHON) tests/matrix/run.py $(MATRIX) $(addprefix --torch ,$(TORCH)) $(MATRIX_FLAGS)
 
-# The C tests come in flavours.  Each source is compiled once a flavour, into
+# The C tests come in flavours.  Each source is compiled once per flavour, into
 # build/c/<flavour>/, and each tests/c/test_*.c becomes a program there.
 FLAVOURS     := plain asan tsan
 FLAGS_plain  := -O2 -g -Werror
@@ -192,11 +192,11 @@ $(BUILD)/c/$(1)/%.o: %.c csrc/compile_flags.txt Makefile
 	@mkdir -p $$(@D)
 	$$(call SHOW,$(1) $$<)$(CC_$(1)) $$(C_FLAGS) $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
 
-# The assembler reads what the compiler does not know of.
+# The assembler reads these files; the compiler does not list them as dependencies.
 $(BUILD)/c/$(1)/csrc/backend/kernels_image.o: $(wildcard csrc/backend/kernels*.cu \
 	csrc/backend/kernels_*.h) tests/c/fake/fake.fatbin
 
-# The fakes of CUDA and NCCL are one library; who calls it is linked with it.
+# The fakes of CUDA and NCCL are one library, which their callers link.
 $(BUILD)/c/$(1)/tests/c/fake/%.o: tests/c/fake/%.c csrc/compile_flags.txt Makefile
 	@mkdir -p $$(@D)
 	$$(call SHOW,$(1) $$<)$(CC_$(1)) $$(C_FLAGS) -fPIC $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
@@ -205,7 +205,7 @@ $(BUILD)/c/$(1)/libplfake.so: $$(FAKES_$(1))
 	$$(call SHOW,$(1) $$@)$(CC_$(1)) $$(FLAGS_$(1)) -shared -Wl,--hash-style=both $$^ \
 	    -o $$@ -pthread -lm -ldl
 
-# Drivers of old, for test_driver.
+# Old drivers, for test_driver.
 $(BUILD)/c/$(1)/libplold_%.so: tests/c/old/old_driver.c csrc/compile_flags.txt Makefile
 	@mkdir -p $$(@D)
 	$$(call SHOW,$(1) $$@)$(CC_$(1)) $$(C_FLAGS) -fPIC $$(FLAGS_$(1)) -DOLD_$$* -shared \
@@ -240,9 +240,9 @@ sanitize: ## the C tests under TSan
 	@$(MAKE) --no-print-directory -j$(JOBS) c-tsan
 	@tests/c/run.sh $(BUILD)/c/tsan
 
-# It needs Debian's gcc-aarch64-linux-gnu and qemu-user.  That has no mremap() of an old
-# size of 0, keeps what was mapped in its /proc/self/maps, and does not survive a fork()
-# beside threads.
+# It needs Debian's gcc-aarch64-linux-gnu and qemu-user.  qemu-user has no mremap() of an
+# old size of 0, keeps unmapped ranges in its /proc/self/maps, and does not survive a
+# fork() beside threads.
 NOT_EMULATED := test_faults test_group_comm test_watchdog test_window
 .PHONY: c-test-aarch64
 c-test-aarch64: ## the C tests, compiled for aarch64 and emulated
@@ -250,8 +250,8 @@ c-test-aarch64: ## the C tests, compiled for aarch64 and emulated
 	    $(MAKE) --no-print-directory BUILD=$(BUILD)/aarch64 \
 	    CC=aarch64-linux-gnu-gcc c-test-plain
 
-# clang's libFuzzer looks for bytes that break what reads them; without it, there are
-# those that c-test reads, which were found before.
+# clang's libFuzzer looks for bytes that break their readers.  Without libFuzzer, c-test
+# still reads the bytes that were found before.
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS := $(patsubst tests/fuzz/%.c, $(BUILD)/fuzz/%, $(wildcard tests/fuzz/fuzz_*.c))
 
@@ -261,12 +261,12 @@ $(BUILD)/fuzz/%: $(BUILD)/c/fuzz/tests/fuzz/%.o $(OBJECTS_fuzz)
 
 .PHONY: fuzz-bytes fuzz-programs
 fuzz-programs: $(FUZZ_TARGETS)
-fuzz-bytes: ## bytes of other processes, by libFuzzer (FUZZ_SECONDS=600)
+fuzz-bytes: ## feed readers of other processes' bytes by libFuzzer (FUZZ_SECONDS=600)
 	@if tests/fuzz/run.sh --can $(CC_fuzz); then \
 	    $(MAKE) --no-print-directory -j$(JOBS) fuzz-programs && \
 	    tests/fuzz/run.sh $(FUZZ_SECONDS) $(FUZZ_TARGETS); fi
 
-# It needs root, buildah and debootstrap, and says so where it cannot run.
+# It needs root, buildah and debootstrap, and reports what is missing.
 .PHONY: image-test
 image-test: ## build the image without Docker, and try it
 	$(PYTHON) tests/image/run.py $(IMAGE_FLAGS)
@@ -324,7 +324,7 @@ format: $(DEPENDENCIES) ## bring C and Python into the form that lint asks for
 # ---- cleaning ------------------------------------------------------------------
 
 .PHONY: clean distclean
-clean: ## remove what was built, but not .venv
+clean: ## remove build outputs, but not .venv
 	rm -rf $(BUILD) dist python/*.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f $(INSTALLED)

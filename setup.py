@@ -1,15 +1,15 @@
 """Builds the one extension, `paceline._native`, from the folders of csrc/.
 
-What a package tool must know stands in pyproject.toml; here is only what needs code.
-The kernels for GPUs are compiled by nvcc, where there is one: by CUDA_HOME, by
-CUDA_PATH, on the PATH, or in /usr/local/cuda.  Where there is none, the extension has
-their source alone, and the NVRTC that torch brings compiles it for the first GPU used.
+pyproject.toml has all static metadata; this file has only what needs code.
+If nvcc is found (CUDA_HOME, CUDA_PATH, the PATH, /usr/local/cuda), it compiles the
+kernels for GPUs.  Otherwise the extension contains their source alone, and the NVRTC
+that torch brings compiles it for the first GPU used.
 
 Three environment variables are for developers:
 
-PACELINE_NVCC=0     build as on a machine without nvcc; =1: fail where nvcc fails
-PACELINE_WERROR=1   warnings of the C compiler are errors
-PACELINE_CFLAGS     further flags, given last to the compiler and to the linker:
+PACELINE_NVCC=0     build as if there were no nvcc; =1: fail if nvcc is missing or fails
+PACELINE_WERROR=1   treat warnings of the C compiler as errors
+PACELINE_CFLAGS     further flags, passed last to the compiler and to the linker:
                     "-O0 -g", "-O1 -g -fsanitize=address"
 """
 
@@ -43,7 +43,7 @@ if os.environ.get("PACELINE_WERROR") == "1":
 extra = shlex.split(os.environ.get("PACELINE_CFLAGS", ""))
 
 
-# The tables of a heap type hold functions in void pointers; ISO C has no way to say so.
+# Tables of heap types hold functions in void pointers, which ISO C does not allow.
 PYTHON_FLAGS = ["-Wno-pedantic"]
 
 
@@ -82,7 +82,7 @@ def nvcc_command(nvcc):
 
 
 def build_fatbin(folder):
-    """Have nvcc compile the kernels; return the path, or None where that cannot be."""
+    """Have nvcc compile the kernels; return the path, or None if it cannot."""
     wish = os.environ.get("PACELINE_NVCC")
     nvcc = None if wish == "0" else find_nvcc()
     words = "PACELINE_NVCC=0" if wish == "0" else "there is no nvcc"
@@ -100,7 +100,7 @@ def build_fatbin(folder):
 
 
 def compile_fatbin(command, fatbin):
-    """Run nvcc, unless it has done just this before."""
+    """Run nvcc, unless the same command has made the same output before."""
     texts = [p.read_bytes() for p in sorted(CSRC.glob("backend/kernels*"))]
     version = subprocess.run([command[0], "--version"], capture_output=True, check=True)
     all_of_it = b"\0".join([repr(command).encode(), version.stdout, *texts])
@@ -114,7 +114,7 @@ def compile_fatbin(command, fatbin):
 
 
 class CheckedBuild(build):
-    """Says in one sentence what the machine lacks, before anything is built."""
+    """Exits with one sentence if the machine lacks something, before the build."""
 
     def run(self):
         command = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
