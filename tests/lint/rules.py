@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import dependence
+import words as phrases
 
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
@@ -210,6 +211,7 @@ TABLE: list[tuple[str, str, list[Check]]] = [
         [check_file_size, check_torch, dependence.check_imports],
     ),
     ("tests", "**/test_*.py", [check_test_names]),
+    *((".", glob, [phrases.check]) for glob in phrases.FILES.split()),
 ]
 
 

@@ -17,8 +17,9 @@ def rules():
 
 
 @pytest.fixture
-def lint(rules, tmp_path):
+def lint(rules, tmp_path, monkeypatch):
     """Return what is said of files, given by their paths and texts."""
+    monkeypatch.setattr(rules.phrases, "NOT_YET", [])
 
     def run(files):
         for path, text in files.items():
@@ -110,6 +111,37 @@ PYTHON_ROWS = [
 ]
 
 
+PAGE = "docs/page.md"
+PHRASES = (
+    "nobody waits",
+    "a rank who waits",
+    "the rank\nwhose part it is, if there\nis one: it is none",
+    "Where there\nis a GPU",
+    "a stream of the user's that waits",
+    "a thread of its\n# own.",
+    "the value is to be kept",
+)
+GOOD_PHRASES = (
+    "users who read",
+    "it is None",
+    "if there is none",
+    "`who`, ``who``",
+    "a way to be",
+)
+WORDS_ROWS = [
+    *rows(PAGE, "words", *PHRASES),
+    *rows(PAGE, None, *GOOD_PHRASES, "```\nwho waits\n```"),
+    *rows(PLAN, "words", "/* a rank\n * who waits */", 'x = "told to"\n    " nobody";'),
+    *rows(
+        PLAN, None, "int who;", 'x = "who";', "/* lint: words - nobody is an account */"
+    ),
+    *rows(
+        "setup.py", "words", 'x = f"{n} who"', "# nobody\n", '"""Told to\nnobody."""'
+    ),
+    *rows("setup.py", None, "nobody = 1", 'x = f"{who + n} is"', 'y["who"]'),
+]
+
+
 def layered(path, rule, *lines):
     """Return rows of a file of the package; a line with spaces is for hints alone."""
     texts = [
@@ -136,7 +168,7 @@ PYTHON_ROWS += [
 ]
 
 
-@pytest.mark.parametrize(("path", "text", "rule"), C_ROWS + PYTHON_ROWS)
+@pytest.mark.parametrize(("path", "text", "rule"), C_ROWS + PYTHON_ROWS + WORDS_ROWS)
 def test_a_file_breaks_the_rule_that_it_is_said_to_break(lint, path, text, rule):
     broken = [line.split(": ")[1] for line in lint({path: text})]
     assert broken == ([] if rule is None else [rule])
