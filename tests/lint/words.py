@@ -19,10 +19,10 @@ NOT_YET = [
 FILES = """csrc/**/*.[ch] csrc/**/*.cu python/**/*.py* setup.py *.md docs/*.md
     tests/**/*.md notebooks/*.* docker/* requirements/* .ci/run Dockerfile Makefile"""
 
-_END = r"(?=[.,;:)]| (?:and|are|for|has|have|in|is|may|on|or|that|to|was|which)\b)"
+_END = r"(?=[.,;:)]| (?:are|for|has|have|in|is|may|on|that|to|was|which)\b)"
 PHRASES = (
     r"nobody|somebody|someone|whom|whoever|there where|for ever|as ever",
-    r"(?<!users )(?<!user )(?<!people )(?<!anyone )who",
+    r"(?<!users )(?<!user )(?<!people )(?<!anyone )who(?![:)])",
     r"aught|hereof|lest|thereof|therein|whereby|wherein|whereof",
     r"(?<!there )(?:is|are|was|were|be|being) (?-i:none)|none's|be it that",
     r"where there (?:is|are|was|were)|for good(?! reason)|still at it",
@@ -31,9 +31,9 @@ PHRASES = (
     r"(?<!place )(?<!instead )of (?:(?:the|a|an) )?[a-z0-9.]+'s" + _END,
     r"of (?:its|their|our|his) own" + _END,
     r"(?:come|comes|came|coming) to (?:its|their|an) (?:own )?end",
-    r"(?<!way )(?<!idea )(?<!aim )(?<!fix )(?:is|are|was|were) (?:(?:not|never|only) )?"
-    r"to (?!(?:an?|blame|its|that|the|their|this)\b)[a-z]+",
-    r"in the moment in which|in such a way that",
+    r"(?:is|are|was|were) (?:not )?to be|in the moment in which|in such a way that",
+    r"(?:it|that|there|they|what|which) (?:is|are|was|were) (?:not )?to "
+    r"(?!(?:an?|each|its|the|their)\b)[a-z]+",
 )
 PATTERN = re.compile(rf"\b(?:{'|'.join(PHRASES)})\b".replace(" ", r"\s"), re.IGNORECASE)
 C_WORDS = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|' + r"'(?:\\.|[^'\\\n])*'"

@@ -119,14 +119,17 @@ PHRASES = (
     "Where there\nis a GPU",
     "a stream of the user's that waits",
     "a thread of its\n# own.",
-    "the value is to be kept",
+    "the value is not\nto be kept",
+    "a rank that is to end",
 )
 GOOD_PHRASES = (
     "users who read",
     "it is None",
     "if there is none",
     "`who`, ``who``",
-    "a way to be",
+    "to wait is to lose",
+    "step(path, who): a step",
+    "steps of torch's and ours",
 )
 WORDS_ROWS = [
     *rows(PAGE, "words", *PHRASES),
