@@ -231,15 +231,6 @@ done:
     return st;
 }
 
-pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
-                                     const pli_segment *segments, size_t n_segments,
-                                     pli_ring ring)
-{
-    (void)pthread_mutex_lock(&self->lock);
-    return pli_device_group_end_call(
-        self, pli_device_group_send(self, streams, segments, n_segments, ring));
-}
-
 /* ---- sums of gradients ---------------------------------------------------------- */
 
 static pl_status fence_locked(pli_device_group *self, pl_stream *const *streams)

@@ -60,24 +60,19 @@ typedef struct pli_segment {
     void *const *targets; /* by member, where the block goes; NULL: nowhere */
 } pli_segment;
 
-/* Brings segments to the members that want them, in their order.  Blocks of one member
- * do not overlap. */
-pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
-                                     const pli_segment *segments, size_t n_segments,
-                                     pli_ring ring) PL_MUST_USE;
-
 /* Memory of a member; NULL: it has none.  The caller's, and for a call alone. */
 typedef struct pli_room {
     void *memory;
     size_t n_bytes;
 } pli_room;
 
-/* Has members have what a broadcast would bring: they compare, and what a member has
- * already does not travel.  `sums`: by member, room for a number of 64 bits a segment
- * on member 0, for two on the others. */
-pl_status pli_device_group_refresh(pli_device_group *self, pl_stream *const *streams,
-                                   const pli_segment *segments, size_t n_segments,
-                                   pli_ring ring, const pli_room *sums) PL_MUST_USE;
+/* Brings segments to the members that want them, in their order.  Blocks of one member
+ * do not overlap.  With `sums`, members compare, and what a member has already does not
+ * travel: they are, by member, room for a number of 64 bits a segment on member 0, for
+ * two on the others.  NULL: all is sent. */
+pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
+                                     const pli_segment *segments, size_t n_segments,
+                                     pli_ring ring, const pli_room *sums) PL_MUST_USE;
 
 /* What member 0's stream holds comes before what sums of gradients write. */
 pl_status pli_device_group_fence(pli_device_group *self,

@@ -1,4 +1,5 @@
-/* device_group_refresh.c - parameters that members have already do not travel.
+/* device_group_refresh.c - a broadcast, in which parameters that members have already
+ * do not travel.
  *
  * Nobody can know on the host whether somebody has written to a tensor since the last
  * forward: not all that write to one leave a trace.  So the devices compare: member 0
@@ -16,7 +17,7 @@ enum { AT_ONCE = 1022 }; /* pieces: a launch takes as many */
 typedef struct refresh {
     const pli_segment *segments;
     size_t n_segments;
-    const pli_room *sums;
+    const pli_room *sums; /* or NULL: nothing is compared */
 } refresh;
 
 /* ---- pieces --------------------------------------------------------------------- */
@@ -94,7 +95,7 @@ static pl_status can_compare(const pli_device_group *self, const refresh *it, in
 {
     pl_status st = PL_OK;
     int is_elsewhere = 0;
-    *out = 1;
+    *out = it->sums != NULL;
     for (int k = 1; k < self->n_members; k++) {
         is_elsewhere |= self->members[k].backend != self->members[0].backend;
         *out &= self->members[k].reads_first;
@@ -145,8 +146,8 @@ done:
     return st;
 }
 
-static pl_status refresh_locked(pli_device_group *self, pl_stream *const *streams,
-                                const refresh *it, pli_ring ring)
+static pl_status broadcast_locked(pli_device_group *self, pl_stream *const *streams,
+                                  const refresh *it, pli_ring ring)
 {
     pl_status st = PL_OK;
     int can = 0;
@@ -163,11 +164,11 @@ done:
     return st;
 }
 
-pl_status pli_device_group_refresh(pli_device_group *self, pl_stream *const *streams,
-                                   const pli_segment *segments, size_t n_segments,
-                                   pli_ring ring, const pli_room *sums)
+pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
+                                     const pli_segment *segments, size_t n_segments,
+                                     pli_ring ring, const pli_room *sums)
 {
     const refresh it = {segments, n_segments, sums};
     (void)pthread_mutex_lock(&self->lock);
-    return pli_device_group_end_call(self, refresh_locked(self, streams, &it, ring));
+    return pli_device_group_end_call(self, broadcast_locked(self, streams, &it, ring));
 }

@@ -72,7 +72,7 @@ static inline pl_status copy_on(const pli_group_member *by, pl_stream *stream,
     return pli_cuda_copy_between(to, from, n_bytes, by->backend, stream);
 }
 
-/* A broadcast, within a call. */
+/* Sends all segments, within a call. */
 pl_status pli_device_group_send(pli_device_group *self, pl_stream *const *streams,
                                 const pli_segment *segments, size_t n_segments,
                                 pli_ring ring) PL_MUST_USE;

@@ -93,16 +93,7 @@ class DeviceGroup:
         segments: list[
             tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]
         ],
-        /,
-    ) -> None: ...
-    def refresh(
-        self,
-        streams: tuple[int, ...],
-        ring: torch.Tensor,
-        segments: list[
-            tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]
-        ],
-        sums: list[torch.Tensor | None],
+        sums: list[torch.Tensor | None] | None = None,
         /,
     ) -> None: ...
     def gradient_sum(

@@ -196,7 +196,7 @@ static inline pl_status scene_sum(scene *it, const scene_row *rows, int n_rows,
                                   const pl_move *to)
 {
     pl_status st = PL_OK;
-    PL_TRY(pli_device_group_broadcast(it->group, it->streams, NULL, 0, it->ring));
+    PL_TRY(pli_device_group_broadcast(it->group, it->streams, NULL, 0, it->ring, NULL));
     PL_TRY(pli_device_group_fence(it->group, it->streams));
     for (int r = 0; r < n_rows; r++)
         PL_TRY(pli_gradient_sum_pack(it->sum, rows[r].member,

@@ -110,7 +110,8 @@ static void draw_broadcast(scene *it)
 {
     segments s = {0};
     const size_t n = draw_segments(it, &s, 4);
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, s.all, n, it->ring));
+    CHECK_OK(
+        pli_device_group_broadcast(it->group, it->streams, s.all, n, it->ring, NULL));
     for (size_t i = 0; i < n; i++)
         mirror_segment(it, &s, i);
     use_segments(it, &s, n);
@@ -122,8 +123,8 @@ static void draw_refreshes(scene *it)
     segments s = {0};
     const size_t n = draw_segments(it, &s, 8);
     do {
-        CHECK_OK(pli_device_group_refresh(it->group, it->streams, s.all, n, it->ring,
-                                          it->sums));
+        CHECK_OK(pli_device_group_broadcast(it->group, it->streams, s.all, n, it->ring,
+                                            it->sums));
         for (size_t i = 0; i < n; i++)
             mirror_segment(it, &s, i);
         for (int k = 0; k < it->n; k++) {
@@ -313,7 +314,8 @@ SCENE_TEST(options_of(3, FAKE_LATE), a_segment_may_be_of_hundreds_of_tensors)
         scene_mirror_copy(it, 1, 8 + i, 0, 3 * i, 1);
         scene_mirror_copy(it, 2, 100 + i, 0, 3 * i, 1);
     }
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring,
+                                        NULL));
 }
 
 /* Three slots are read by two members; then one slot of another size lies where all of
@@ -338,8 +340,10 @@ static void move_the_ring(uint64_t seed)
         }
     }
     const pli_ring next = {it->ring.memory, 3 * it->ring.slot_bytes};
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, each, 3, it->ring));
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &each[3], 1, next));
+    CHECK_OK(
+        pli_device_group_broadcast(it->group, it->streams, each, 3, it->ring, NULL));
+    CHECK_OK(
+        pli_device_group_broadcast(it->group, it->streams, &each[3], 1, next, NULL));
     scene_close(it);
 }
 
@@ -406,7 +410,8 @@ SCENE_TEST(options_of(3, FAKE_LATE), members_do_not_wait_for_one_another)
     }
     CHECK(fake_synchronize_all());
     scene_fill(it, 1, 500, 1);
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring,
+                                        NULL));
     CHECK_OK(
         pli_cuda_read(it->members[2].backend, &word, targets[2], 1, it->streams[2]));
     CHECK(word == it->members[0].bytes[0]);
@@ -451,8 +456,8 @@ static size_t n_sent(const scene *it, int of_kernels)
 static void refresh_pair(scene *it, const pair *p, size_t n_copied, size_t n_fetched)
 {
     const size_t before[] = {n_sent(it, 0), n_sent(it, 1)};
-    CHECK_OK(pli_device_group_refresh(it->group, it->streams, p->all, 2, it->ring,
-                                      it->sums));
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, p->all, 2, it->ring,
+                                        it->sums));
     for (int k = 1; k < it->n; k++) {
         scene_mirror_copy(it, k, 8, 0, 4, 32);
         memset(it->members[k].is_known + 40, 0, 32);
@@ -529,8 +534,8 @@ TEST(sums_without_room_are_refused)
         scene *it = scene_open(options_of(3, FAKE_LATE));
         make_pair(it, &p);
         it->sums[k].n_bytes = k == 0 ? 15 : 31;
-        CHECK_FAILS(pli_device_group_refresh(it->group, it->streams, p.all, 2, it->ring,
-                                             it->sums),
+        CHECK_FAILS(pli_device_group_broadcast(it->group, it->streams, p.all, 2,
+                                               it->ring, it->sums),
                     PL_EINVAL, "have no room for 2 checksums");
         it->sums[k].n_bytes++;
         refresh_pair(it, &p, 2 * SUMS, 2 * PAIR);
@@ -550,8 +555,8 @@ SCENE_TEST(options_of(2, FAKE_LATE), a_refresh_may_be_of_thousands_of_tensors)
         moves[i] = (pl_move){(char *)NULL + offset, scene_at(it, 0, i), PL_U8, n};
         scene_mirror_copy(it, 1, offset, 0, i, n);
     }
-    CHECK_OK(pli_device_group_refresh(it->group, it->streams, &segment, 1, it->ring,
-                                      it->sums));
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring,
+                                        it->sums));
 }
 
 /* Memory may be freed when member 0's stream has come to it. */
@@ -565,7 +570,8 @@ TEST(a_broadcast_is_over_with_member_0s_stream)
                              {(char *)NULL + 20, scene_at(it, 0, 100), PL_U8, 20}};
     const pli_segment segment = {moves, 2, 40, nobody};
     pl_backend *const first = it->members[0].backend;
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring,
+                                        NULL));
     CHECK_OK(first->ops->synchronize(first, it->streams[0]));
     CHECK(cuStreamQuery((CUstream)(void *)it->group->members[0].side) == 0);
     scene_close(it);
@@ -620,8 +626,8 @@ static void *call_often(void *context)
     const pli_segment segment = {moves, 2, 150, targets};
     for (size_t i = 0; i < 6; i++) {
         targets[self->member] = scene_at(it, self->member, 150 * i);
-        CHECK_OK(
-            pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+        CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1,
+                                            it->ring, NULL));
     }
     return NULL;
 }

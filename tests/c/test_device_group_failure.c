@@ -38,7 +38,8 @@ static pl_status broadcast(scene *it)
         for (int k = 1; k < it->n; k++)
             scene_mirror_copy(it, k, to, 0, from, n_bytes);
     }
-    return pli_device_group_broadcast(it->group, it->streams, segments, N, it->ring);
+    return pli_device_group_broadcast(it->group, it->streams, segments, N, it->ring,
+                                      NULL);
 }
 
 /* In several pieces. */
@@ -66,8 +67,8 @@ static pl_status refresh(scene *it)
     for (int k = 1; k < 3; k++)
         for (size_t i = 0; i < 2; i++)
             scene_mirror_copy(it, k, 8 * (size_t)k + 64 * i, 0, i == 0 ? 4 : 100, 32);
-    return pli_device_group_refresh(it->group, it->streams, &segment, 1, it->ring,
-                                    it->sums);
+    return pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring,
+                                      it->sums);
 }
 
 static pl_status sum_two(scene *it)
@@ -322,7 +323,7 @@ SCENE_TEST(options_of(SCENE_APART), a_packed_segment_that_no_slot_holds_is_refus
                              {(char *)NULL + 96, scene_at(it, 0, 200), PL_F32, 25}};
     const pli_segment segments[] = {{moves, 1, 96, targets}, {moves, 2, 196, targets}};
     CHECK_FAILS(
-        pli_device_group_broadcast(it->group, it->streams, segments, 2, it->ring),
+        pli_device_group_broadcast(it->group, it->streams, segments, 2, it->ring, NULL),
         PL_EINVAL, "a segment of 196 bytes does not fit into a slot of 192");
     scene_mirror_copy(it, 1, 0, 0, 0, 96);
     scene_mirror_copy(it, 2, 0, 0, 0, 96);
@@ -385,7 +386,8 @@ TEST(a_group_of_one_moves_nothing)
     const pli_segment segment = {&move, 1, 100, targets};
     const scene_row row = {0, scene_at(it, 0, 0)};
     const pl_move to = {scene_at(it, 0, 512), NULL, PL_F32, 4};
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring,
+                                        NULL));
     CHECK_OK(copy(it, 0, 0));
     CHECK(scene_sum(it, &row, 0, &to) == PL_EINVAL);
     scene_close(it);

@@ -45,7 +45,8 @@ static void broadcast(scene *it, unsigned large_to, unsigned packed_to)
             scene_mirror_copy(it, k, SCENE_HALF + 80, 0, 200, 80);
         }
     }
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, segments, 2, it->ring));
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, segments, 2, it->ring,
+                                        NULL));
 }
 
 static void check_broadcast(size_t passed_bytes, unsigned large_to, unsigned packed_to,
@@ -197,7 +198,8 @@ SCENE_TEST(options_of(1, 1), members_wait_for_those_alone_that_have_a_part)
 static void begin_sum(scene *it, pl_move *to)
 {
     *to = (pl_move){scene_at(it, 0, SCENE_HALF), NULL, PL_F32, BYTES / 4};
-    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, NULL, 0, it->ring));
+    CHECK_OK(
+        pli_device_group_broadcast(it->group, it->streams, NULL, 0, it->ring, NULL));
     CHECK_OK(pli_device_group_fence(it->group, it->streams));
     for (int k = 1; k <= 2; k++) {
         scene_fill_floats(it, k, 0, PL_F32, BYTES / 4);

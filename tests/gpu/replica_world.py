@@ -90,7 +90,10 @@ class World(world.World):
 
 
 class Recorder:
-    """A native group of devices, and how often each of its functions is called."""
+    """A native group of devices, and how often each of its functions is called.
+
+    A broadcast of what differs alone counts as a refresh.
+    """
 
     def __init__(self, native: Any) -> None:
         self.native = native
@@ -101,7 +104,8 @@ class Recorder:
 
         @functools.wraps(function)
         def counted(*args: Any) -> Any:
-            self.counts[name] += 1
+            is_refresh = name == "broadcast" and args[-1] is not None
+            self.counts["refresh" if is_refresh else name] += 1
             return function(*args)
 
         return counted

@@ -280,7 +280,7 @@ def _let_go(loaded: ctypes.CDLL) -> None:
             elif type(thing) is Gradients:
                 thing._backwards.clear()
             elif type(thing) is segments.Segment:
-                thing._sums.clear()
+                thing.sums.clear()
     assert loaded.fake_live_objects() == 0, "something of the test's is left"
 
 

@@ -43,6 +43,15 @@ int pli_group_check_lists(PyObject *one, PyObject *other);
 int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
                          PyObject *tensor, pli_tensor *out);
 
+/* One that holds a segment of n_bytes. */
+int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
+                         PyObject *tensor, size_t n_bytes, pli_tensor *out);
+
+/* One that has its place at an offset, in bytes, of a block of n_bytes. */
+int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
+                        PyObject *tensor, PyObject *number, size_t n_bytes,
+                        pli_tensor *out, size_t *offset);
+
 /* A tensor of each member's, or None. */
 int pli_group_read_rooms(const device_group_object *self, PyObject *items,
                          pli_room *out);

@@ -55,6 +55,31 @@ int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
     return -1;
 }
 
+int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
+                         PyObject *tensor, size_t n_bytes, pli_tensor *out)
+{
+    if (pli_group_read_block(self, member, tensor, out) != 0)
+        return -1;
+    if (pli_layout_bytes(&out->layout) == n_bytes)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "a block of %zu bytes, of a segment of %zu",
+                 pli_layout_bytes(&out->layout), n_bytes);
+    return -1;
+}
+
+int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
+                        PyObject *tensor, PyObject *number, size_t n_bytes,
+                        pli_tensor *out, size_t *offset)
+{
+    *offset = PyLong_AsSize_t(number);
+    if (PyErr_Occurred() || pli_group_read_block(self, member, tensor, out) != 0)
+        return -1;
+    if (*offset <= n_bytes && pli_layout_bytes(&out->layout) <= n_bytes - *offset)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "a tensor reaches beyond its block");
+    return -1;
+}
+
 static int read_ring(const device_group_object *self, PyObject *tensor, pli_ring *out)
 {
     pli_tensor memory;
@@ -70,6 +95,11 @@ int pli_group_read_rooms(const device_group_object *self, PyObject *items,
                          pli_room *out)
 {
     pli_tensor room;
+    if (!PyList_Check(items)) {
+        PyErr_Format(PyExc_TypeError, "memory is a %.200s: give a list, one a member",
+                     Py_TYPE(items)->tp_name);
+        return -1;
+    }
     if (PyList_GET_SIZE(items) != n_members(self)) {
         PyErr_Format(PyExc_ValueError, "memory of %zd members, of %zd",
                      PyList_GET_SIZE(items), n_members(self));
@@ -176,15 +206,12 @@ static int read_moves(const device_group_object *self, PyObject *sources,
                       PyObject *offsets, size_t n_bytes, pl_move *out)
 {
     pli_tensor from;
+    size_t offset;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sources); i++) {
-        const size_t offset = PyLong_AsSize_t(PyList_GET_ITEM(offsets, i));
-        if (PyErr_Occurred() ||
-            pli_group_read_block(self, 0, PyList_GET_ITEM(sources, i), &from) != 0)
+        if (pli_group_read_part(self, 0, PyList_GET_ITEM(sources, i),
+                                PyList_GET_ITEM(offsets, i), n_bytes, &from,
+                                &offset) != 0)
             return -1;
-        if (offset > n_bytes || pli_layout_bytes(&from.layout) > n_bytes - offset) {
-            PyErr_SetString(PyExc_ValueError, "a tensor reaches beyond its segment");
-            return -1;
-        }
         out[i] =
             pli_group_move_of((void *)(uintptr_t)offset, &from); /* NOLINT: an offset */
     }
@@ -199,12 +226,8 @@ static int read_targets(const device_group_object *self, PyObject *blocks,
         PyObject *target = PyList_GET_ITEM(blocks, k);
         if (target == Py_None)
             continue;
-        if (pli_group_read_block(self, k, target, &block) != 0)
+        if (pli_group_read_whole(self, k, target, n_bytes, &block) != 0)
             return -1;
-        if (pli_layout_bytes(&block.layout) != n_bytes) {
-            PyErr_SetString(PyExc_ValueError, "a block has another size");
-            return -1;
-        }
         out[k] = block.data;
     }
     return 0;
@@ -249,19 +272,24 @@ static int read_segment(const device_group_object *self, PyObject *item,
     return read_targets(self, blocks, out->n_bytes, targets);
 }
 
-/* Brings segments to the members; with `sums` what differs of them. */
-static PyObject *send_segments(const device_group_object *self, PyObject *numbers,
-                               PyObject *memory, PyObject *items, const pli_room *sums)
+static PyObject *group_broadcast(PyObject *object, PyObject *args)
 {
-    const size_t n = (size_t)PyList_GET_SIZE(items);
-    PyObject *result = NULL;
+    PLI_ENTER(object);
+    const device_group_object *self = group_of(object);
+    PyObject *numbers, *memory, *items, *rooms = Py_None, *result = NULL;
+    pli_room sums[PLI_MOST_MEMBERS];
     pli_segment *all = NULL;
     pli_group_streams of;
     pli_ring ring;
     pl_status st;
-    if (pli_group_read_streams(self, numbers, &of) != 0 ||
+    if (!PyArg_ParseTuple(args, "OOO!|O:broadcast", &numbers, &memory, &PyList_Type,
+                          &items, &rooms) ||
+        pli_group_read_streams(self, numbers, &of) != 0 ||
         read_ring(self, memory, &ring) != 0 ||
-        pli_check(state_of((PyObject *)self),
+        (rooms != Py_None && pli_group_read_rooms(self, rooms, sums) != 0))
+        return NULL;
+    const size_t n = (size_t)PyList_GET_SIZE(items);
+    if (pli_check(state_of((PyObject *)self),
                   pli_calloc(n + 1, sizeof *all, "segments", &all)) != 0)
         return NULL;
     size_t n_read = 0;
@@ -269,11 +297,9 @@ static PyObject *send_segments(const device_group_object *self, PyObject *number
            read_segment(self, PyList_GET_ITEM(items, n_read), &all[n_read]) == 0)
         n_read++;
     if (n_read == n) {
-        pl_stream *const *const streams = of.by_member;
         Py_BEGIN_ALLOW_THREADS
-        st = sums != NULL
-                 ? pli_device_group_refresh(self->group, streams, all, n, ring, sums)
-                 : pli_device_group_broadcast(self->group, streams, all, n, ring);
+        st = pli_device_group_broadcast(self->group, of.by_member, all, n, ring,
+                                        rooms != Py_None ? sums : NULL);
         Py_END_ALLOW_THREADS
         result = none_or_raise(self, st);
     }
@@ -281,28 +307,6 @@ static PyObject *send_segments(const device_group_object *self, PyObject *number
         pli_free((void *)all[i].moves);
     pli_free(all);
     return result;
-}
-
-static PyObject *group_broadcast(PyObject *object, PyObject *args)
-{
-    PLI_ENTER(object);
-    PyObject *numbers, *memory, *items;
-    if (!PyArg_ParseTuple(args, "OOO!:broadcast", &numbers, &memory, &PyList_Type,
-                          &items))
-        return NULL;
-    return send_segments(group_of(object), numbers, memory, items, NULL);
-}
-
-static PyObject *group_refresh(PyObject *object, PyObject *args)
-{
-    PLI_ENTER(object);
-    PyObject *numbers, *memory, *items, *sums_list;
-    pli_room sums[PLI_MOST_MEMBERS];
-    if (!PyArg_ParseTuple(args, "OOO!O!:refresh", &numbers, &memory, &PyList_Type,
-                          &items, &PyList_Type, &sums_list) ||
-        pli_group_read_rooms(group_of(object), sums_list, sums) != 0)
-        return NULL;
-    return send_segments(group_of(object), numbers, memory, items, sums);
 }
 
 /* ---- sums of gradients ---------------------------------------------------------- */
@@ -409,14 +413,10 @@ static PyMethodDef group_methods[] = {
      "copy($self, streams, source, tensors, target, places, /)\n--\n\n"
      "Copy tensors of one member to places of another one's."},
     {"broadcast", group_broadcast, METH_VARARGS,
-     "broadcast($self, streams, ring, segments, /)\n--\n\n"
+     "broadcast($self, streams, ring, segments, sums=None, /)\n--\n\n"
      "Bring segments of member 0's tensors, each (sources, offsets, n_bytes, blocks), "
-     "to "
-     "the blocks of other members."},
-    {"refresh", group_refresh, METH_VARARGS,
-     "refresh($self, streams, ring, segments, sums, /)\n--\n\n"
-     "Have other members have what a broadcast would bring, of which only what differs "
-     "travels; sums are, by member, memory for two numbers of 64 bits a segment."},
+     "to the blocks of other members. With sums, only what differs travels: they are, "
+     "by member, memory for two numbers of 64 bits a segment."},
     {"gradient_sum", pli_group_gradient_sum, METH_VARARGS,
      "gradient_sum($self, member, tensors, offsets, n_bytes, /)\n--\n\n"
      "Return what adds up gradients, which are laid out as tensors of a member are, at "

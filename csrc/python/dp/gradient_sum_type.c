@@ -25,19 +25,6 @@ static inline gradient_sum_object *sum_of(PyObject *object)
     return (gradient_sum_object *)object;
 }
 
-/* Reads a block of a member's that has the size of the segment. */
-static int read_block(const gradient_sum_object *self, Py_ssize_t member,
-                      PyObject *tensor, pli_tensor *out)
-{
-    if (pli_group_read_block(self->group, member, tensor, out) != 0)
-        return -1;
-    if (pli_layout_bytes(&out->layout) == self->n_bytes)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "a block of %zu bytes, of a segment of %zu",
-                 pli_layout_bytes(&out->layout), self->n_bytes);
-    return -1;
-}
-
 /* ---- packing -------------------------------------------------------------------- */
 
 /* Reads a gradient into *out; 1 where it is not laid out as its slot is. */
@@ -92,7 +79,7 @@ static PyObject *sum_pack(PyObject *object, PyObject *args)
                           &tensor) ||
         pli_group_read_stream(number, &stream) != 0 ||
         pli_group_check_member(self->group, member) != 0 ||
-        read_block(self, member, tensor, &block) != 0)
+        pli_group_read_whole(self->group, member, tensor, self->n_bytes, &block) != 0)
         return NULL;
     if (member == 0 || (size_t)PyList_GET_SIZE(grads) != self->n_slots)
         return PyErr_Format(PyExc_ValueError,
@@ -125,9 +112,9 @@ static PyObject *sum_begin(PyObject *object, PyObject *args)
     pli_room rooms[PLI_MOST_MEMBERS];
     pli_tensor to;
     pl_status st;
-    if (!PyArg_ParseTuple(args, "O!O:begin", &PyList_Type, &memory, &tensor) ||
+    if (!PyArg_ParseTuple(args, "OO:begin", &memory, &tensor) ||
         pli_group_read_rooms(self->group, memory, rooms) != 0 ||
-        read_block(self, 0, tensor, &to) != 0)
+        pli_group_read_whole(self->group, 0, tensor, self->n_bytes, &to) != 0)
         return NULL;
     const pl_move sum = pli_group_move_of(to.data, &to);
     Py_BEGIN_ALLOW_THREADS
@@ -152,37 +139,25 @@ static PyObject *sum_end(PyObject *object, PyObject *number)
 
 /* ---- life ----------------------------------------------------------------------- */
 
-/* Reads where a tensor of a member's has its place in a block. */
-static int read_slot(const gradient_sum_object *self, Py_ssize_t member,
-                     PyObject *tensor, PyObject *offset, slot *out)
-{
-    const module_state *state = state_of((PyObject *)self);
-    pli_tensor found;
-    out->offset = PyLong_AsSize_t(offset);
-    if (PyErr_Occurred() || pli_group_read_block(self->group, member, tensor, &found))
-        return -1;
-    if (out->offset > self->n_bytes ||
-        pli_layout_bytes(&found.layout) > self->n_bytes - out->offset) {
-        PyErr_SetString(PyExc_ValueError, "a tensor reaches beyond its block");
-        return -1;
-    }
-    return pli_check(state, pli_layout_copy(&found.layout, &out->layout));
-}
-
 static int read_slots(gradient_sum_object *self, Py_ssize_t member, PyObject *tensors,
                       PyObject *offsets)
 {
     const module_state *state = state_of((PyObject *)self);
     const size_t n = (size_t)PyList_GET_SIZE(tensors);
+    pli_tensor found;
     if (pli_group_check_lists(tensors, offsets) != 0 ||
         pli_check(state,
                   pli_calloc(n + 1, sizeof *self->slots, "gradients", &self->slots)))
         return -1;
     self->n_slots = n;
-    for (Py_ssize_t i = 0; i < (Py_ssize_t)n; i++)
-        if (read_slot(self, member, PyList_GET_ITEM(tensors, i),
-                      PyList_GET_ITEM(offsets, i), &self->slots[i]) != 0)
+    for (Py_ssize_t i = 0; i < (Py_ssize_t)n; i++) {
+        slot *const place = &self->slots[i];
+        if (pli_group_read_part(self->group, member, PyList_GET_ITEM(tensors, i),
+                                PyList_GET_ITEM(offsets, i), self->n_bytes, &found,
+                                &place->offset) != 0 ||
+            pli_check(state, pli_layout_copy(&found.layout, &place->layout)) != 0)
             return -1;
+    }
     return 0;
 }
 

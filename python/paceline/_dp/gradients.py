@@ -69,7 +69,7 @@ class Arrival:
     def release(self) -> None:
         """Give back what added up, once all streams wait for it."""
         if self.is_collected:
-            self.segment.give_sum(self.sum)
+            self.segment.sums.append(self.sum)
 
 
 class Gradients:

@@ -159,7 +159,8 @@ class Group:
         block, place = sent.to(one), sent.to(other).fill_(-1)
         blocks = [place if member == k else None for member in range(len(self))]
         segment = [block], [0], block.nbytes, blocks
-        self.native.refresh(numbers, self.ring(_ALIGNMENT), [segment], self.sums(1))
+        ring, sums = self.ring(_ALIGNMENT), self.sums(1)
+        self.native.broadcast(numbers, ring, [segment], sums)
         if torch.equal(place.cpu(), sent):
             return True
         _log.warning(

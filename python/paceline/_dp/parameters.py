@@ -25,7 +25,7 @@ from paceline._dp.inner_backwards import InnerBackwards
 from paceline._dp.replicate import (
     as_original,
     has_more_behind,
-    replicas_of,
+    replica_of,
     tensors_of,
     unused_gradient,
 )
@@ -69,13 +69,14 @@ class ModelCopies:
             parts, n_replicas, streams, by_torch=by_torch
         )
         bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
+        made = None
         if not by_torch:
             made = self._shells.replicas(parts, tensors, ids, of_replicas, bring)
-            if made is not None:
-                return [parts[0], *made]
-        keys = list(map(id, tensors))
-        by_id = [dict(zip(keys, own, strict=True)) for own in of_replicas]
-        return replicas_of(parts, by_id, bring)
+        if made is None:
+            keys = list(map(id, tensors))
+            by_id = [dict(zip(keys, own, strict=True)) for own in of_replicas]
+            made = list(map(partial(replica_of, parts), by_id, bring))
+        return [parts[0], *made]
 
     def _brought_up_to_date(
         self, parts: list[Module], n_replicas: int, streams: Streams, *, by_torch: bool
@@ -162,31 +163,29 @@ class ModelCopies:
         try:
             compared: list[Segment] = []
             sent: list[Segment] = []
-            for segment in layout.segments:
-                stamp = segment.stamp()
-                looks_same = [segment.record_sent(k, stamp) for k in members]
-                (compared if all(looks_same) else sent).append(segment)
+            stamps = [segment.stamp() for segment in layout.segments]
+            for segment, stamp in zip(layout.segments, stamps, strict=True):
+                looks_same = all(segment.seems_to_have(k, stamp) for k in members)
+                (compared if looks_same else sent).append(segment)
             n_bytes = sum(segment.n_bytes for segment in compared)
             if n_bytes < segments_.COMPARED_BYTES or not self._group.can_compare:
                 sent, compared = sent + compared, []
             self._held.limit(len(layout.segments) * len(members))
-            for segments, keeps_values in ((sent, False), (compared, True)):
+            numbers, ring = streams.numbers, self._group.ring(layout.segment_bytes)
+            for segments, is_compared in ((sent, False), (compared, True)):
+                if not segments:
+                    continue
                 for segment in segments:
                     for k in members:
-                        held = segment.make_writable(k, keeps_values)
+                        held = segment.make_writable(k, keeps_values=is_compared)
                         if held is not None:
                             self._held.add(held)
-            numbers, ring = streams.numbers, self._group.ring(layout.segment_bytes)
-            if sent:
-                travelling = [segment.travelling(members) for segment in sent]
-                self._group.native.broadcast(numbers, ring, travelling)
-            if compared:
-                travelling = [segment.travelling(members) for segment in compared]
-                sums = self._group.sums(len(compared))
-                self._group.native.refresh(numbers, ring, travelling, sums)
-            for segment in layout.segments:
+                travelling = [segment.travelling(members) for segment in segments]
+                sums = self._group.sums(len(segments)) if is_compared else None
+                self._group.native.broadcast(numbers, ring, travelling, sums)
+            for segment, stamp in zip(layout.segments, stamps, strict=True):
                 for k in members:
-                    segment.record_versions(k)
+                    segment.record(k, stamp)
         except BaseException:
             self._layout = None  # nobody knows what came
             raise

@@ -107,18 +107,6 @@ Bring = Callable[[torch.Tensor], torch.Tensor]
 """Returns a tensor where a replica can use it: itself, or a copy."""
 
 
-def replicas_of(
-    parts: list[Module], copies: list[Copies], bring: Sequence[Bring]
-) -> list[Module]:
-    """Return the module itself (replica 0) and further replicas of it.
-
-    `copies` holds the copies of each further replica.  `bring` is each one's way to
-    tensors that are attributes.
-    """
-    its = zip(copies, bring, strict=True)
-    return [parts[0], *(_replica(parts, own, way) for own, way in its)]
-
-
 def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     """Return a copy as what the original is: a parameter of that class, or a buffer.
 
@@ -135,7 +123,8 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _replica(parts: list[Module], tensors: Copies, bring: Bring) -> Module:
+def replica_of(parts: list[Module], tensors: Copies, bring: Bring) -> Module:
+    """Return a further replica; `bring` is its way to tensors that are attributes."""
     shells = {id(part): shell_of(part) for part in parts}
     copies: dict[int, Any] = {**shells, **tensors}
     for part in parts:

@@ -14,7 +14,7 @@ have a tensor grow over the one behind it gets torch's error.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,8 @@ class Segment:
     is_trained : bool
         Their gradients come back.
     blocks, slots : by member; None, and [], for member 0
+    sums : list of _native.GradientSum
+        What adds up gradients, where no backward uses it.
     """
 
     def __init__(
@@ -95,10 +97,9 @@ class Segment:
         self.blocks: list[torch.Tensor | None] = [None] * len(group)
         self.slots: list[list[torch.Tensor]] = [[] for _ in range(len(group))]
         self._storages: list[list[int]] = [[] for _ in range(len(group))]
-        self._sums: list[_native.GradientSum] = []
+        self.sums: list[_native.GradientSum] = []
         self._n_holders = [0] * len(group)
-        self._sent: list[Any] = [None] * len(group)
-        self._versions: list[list[int]] = [[] for _ in range(len(group))]
+        self._had: list[Any] = [None] * len(group)
 
     def add(self, tensor: torch.Tensor) -> None:
         """Give a tensor a place at the end."""
@@ -165,41 +166,32 @@ class Segment:
 
     # ---- what members have ----------------------------------------------------------
 
-    def record_sent(self, member: int, stamp: list[Any]) -> bool:
-        """Note that a member is sent this; tell whether it looks as if it had it."""
-        before, self._sent[member] = self._sent[member], stamp
-        return before == stamp and self._versions[member] == self._counts(member)
+    def record(self, member: int, stamp: list[Any]) -> None:
+        """Note that a member's block holds what the model had at a stamp."""
+        self._had[member] = stamp, [slot._version for slot in self.slots[member]]
 
-    def record_versions(self, member: int) -> None:
-        """Note that the block holds what was sent."""
-        self._versions[member] = self._counts(member)
-
-    def _counts(self, member: int) -> list[int]:
-        return [slot._version for slot in self.slots[member]]
+    def seems_to_have(self, member: int, stamp: list[Any]) -> bool:
+        """Tell whether neither side was written to since, as far as the host sees."""
+        counts = [slot._version for slot in self.slots[member]]
+        return bool(self._had[member] == (stamp, counts))
 
     def travelling(
-        self, members: Iterable[int]
+        self, members: range
     ) -> tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]:
         """Return what the native side has to know to send it to some members."""
-        blocks: list[torch.Tensor | None] = [None] * len(self.blocks)
-        for member in members:
-            blocks[member] = self.blocks[member]
+        blocks = [b if k in members else None for k, b in enumerate(self.blocks)]
         return self.tensors, self.byte_offsets, self.n_bytes, blocks
 
     # ---- gradients ------------------------------------------------------------------
 
     def take_sum(self) -> _native.GradientSum:
-        """Return what adds up gradients; see give_sum()."""
+        """Return what adds up gradients, for one backward."""
         try:
-            return self._sums.pop()
+            return self.sums.pop()
         except IndexError:
             return self._group.native.gradient_sum(  # type: ignore[no-any-return]
                 1, self.slots[1], self.byte_offsets, self.n_bytes
             )
-
-    def give_sum(self, of: _native.GradientSum) -> None:
-        """Give it back, for another backward."""
-        self._sums.append(of)
 
 
 class HeldBlocks:
@@ -280,14 +272,12 @@ class Layout:
         opened: dict[Any, tuple[Segment, int]] = {}
         for tensor, is_parameter in travelling:
             self._place(tensor, is_parameter, opened)
-        tensors: list[torch.Tensor] = []
         for segment in self.segments:
             if len(segment.tensors) == 1:  # a block of its very size
                 segment.n_elems = segment.tensors[0].numel()
-            tensors += segment.tensors
-        tensors += self.others
-        self.is_kept = all(tensor.is_leaf for tensor in tensors)
-        self.ids, self.tensors = ids_of(parts), tensors
+        placed = [tensor for segment in self.segments for tensor in segment.tensors]
+        self.ids, self.tensors = ids_of(parts), placed + self.others
+        self.is_kept = all(tensor.is_leaf for tensor in self.tensors)
         self._forms = self._forms_now()
 
     def _place(

@@ -47,7 +47,8 @@ class Native:
         def call(given, *arguments):
             now, device = current(self._machine)
             assert given == now
-            self._noted.append(Noted(name, now, device))
+            is_compared = name == "broadcast" and arguments[-1] is not None
+            self._noted.append(Noted("refresh" if is_compared else name, now, device))
             return getattr(self._native, name)((0,) * N, *arguments)
 
         return call

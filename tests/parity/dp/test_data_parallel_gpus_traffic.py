@@ -46,10 +46,10 @@ class Recorder:
     def __getattr__(self, name):
         return getattr(self._native, name)
 
-    def broadcast(self, streams, ring, travelling):
-        for _, _, n_bytes, blocks in travelling:
+    def broadcast(self, streams, ring, travelling, sums):
+        for _, _, n_bytes, blocks in travelling if sums is None else ():
             self.bytes["there"] += n_bytes * sum(block is not None for block in blocks)
-        self._native.broadcast(streams, ring, travelling)
+        self._native.broadcast(streams, ring, travelling, sums)
 
     def gradient_sum(self, *arguments):
         return RecordedSum(self._native.gradient_sum(*arguments), self.bytes)
