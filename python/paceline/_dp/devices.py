@@ -21,31 +21,40 @@ class Devices(NamedTuple):
     ----------
     ids : list of torch.device or list of int
         One a replica: the CPU, or numbers of GPUs, as in torch; none: no replicas.
+    because : str
+        Why there is only one replica, if so.
     output : torch.device or int
         The CPU, or the number of a GPU, as in torch: -1 is the CPU there.
     source : torch.device
         Where the module is.
     are_gpus : bool
-    because : str
-        Why there is only one replica, if so.
     """
 
     ids: list[Any]
-    output: Any
-    source: torch.device
-    are_gpus: bool
     because: str
+    output: Any = CPU
+    source: torch.device = CPU
+    are_gpus: bool = False
 
 
 def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
     """Return what is meant; device_ids and output_device are those of a wrapper."""
     if device_ids is None:
-        return _placed(*_default(), None, output_device)
-    devices = _read_all(device_ids)
+        return _default(output_device)
+    if isinstance(device_ids, (str, bytes, int, torch.device)):
+        raise TypeError(
+            f"device_ids is {device_ids!r}: give a list with one device a replica"
+        )
+    devices = [_device(each) for each in device_ids]
     because = f"one replica: device_ids is {list(device_ids)!r}"
     n_cpu = devices.count(CPU)
     if n_cpu == len(devices):
-        return _placed(devices, because, device_ids, output_device)
+        if devices and output_device is not None and _output(output_device) != CPU:
+            raise ValueError(
+                f"output_device is {output_device!r}: replicas on the CPU give their "
+                "outputs there; leave it out"
+            )
+        return Devices(devices, because)
     if n_cpu:
         raise ValueError(
             f"device_ids is {list(device_ids)!r}: give the CPU only, or GPUs only"
@@ -54,39 +63,34 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
     why = machine.why_unusable()
     has_gpus = machine.count() > 0 and not why
     if not has_gpus and _environment.cpu_replicas() is not None:
-        return Devices([CPU] * len(devices), CPU, CPU, False, because)
+        return Devices([CPU] * len(devices), because)
     if machine.count() > 0 or torch_core.has_accelerator():
         if why:
             raise NotImplementedError(
                 f"device_ids is {list(device_ids)!r}, and {why}; give ['cpu'] * n"
             )
         indices = [_index(each, "device_ids", device_ids) for each in devices]
-        return _placed(indices, because, device_ids, output_device)
+        return _on_gpus(indices, because, output_device)
     warnings.warn(
         f"device_ids is {list(device_ids)!r}, and there is no GPU: the module is "
         f"called plainly; {_environment.CPU_REPLICAS}=2 in the environment makes "
         "replicas on the CPU of these",
         stacklevel=3,
     )
-    return Devices([], CPU, CPU, False, f"{because}, and there is no GPU")
+    return Devices([], f"{because}, and there is no GPU")
 
 
-def _placed(
-    given: list[Any], because: str, device_ids: Any, output_device: Any
-) -> Devices:
-    """Return devices with where the outputs and the module are."""
-    if any(isinstance(each, int) for each in given):
-        output = given[0] if output_device is None else _read_output(output_device)
-        source = _gpu.machine.device(given[0])
-        return Devices(given, output, source, True, because)
-    is_simulated = device_ids is None and _environment.cpu_replicas() is not None
-    is_fixed = bool(given) and not is_simulated
-    if is_fixed and output_device not in (None, -1) and _device(output_device) != CPU:
-        raise ValueError(
-            f"output_device is {output_device!r}: replicas on the CPU give their "
-            "outputs there; leave it out"
-        )
-    return Devices(given, CPU, CPU, False, because)
+def _on_gpus(indices: list[int], because: str, output_device: Any) -> Devices:
+    """Return GPUs with where the outputs and the module are."""
+    output = indices[0]
+    if output_device is not None:
+        device = _output(output_device)
+        output = -1 if device == CPU else _index(device, "output_device", output_device)
+    return Devices(indices, because, output, _gpu.machine.device(indices[0]), True)
+
+
+def _output(output_device: Any) -> torch.device:
+    return CPU if output_device == -1 else _device(output_device)
 
 
 def output_of(output_device: Any) -> torch.device:
@@ -96,39 +100,23 @@ def output_of(output_device: Any) -> torch.device:
     return CPU if output_device == -1 else _gpu.machine.device(output_device)
 
 
-def _default() -> tuple[list[Any], str]:
+def _default(output_device: Any) -> Devices:
     machine = _gpu.machine
     n_gpus = machine.count()
     why = machine.why_unusable()
     if n_gpus > 0 and not why:
-        return list(range(n_gpus)), "one replica: there is one GPU"
+        because = "one replica: there is one GPU"
+        return _on_gpus(list(range(n_gpus)), because, output_device)
     n_replicas = _environment.cpu_replicas()
     if n_replicas is not None:
         because = f"one replica: {_environment.CPU_REPLICAS} is {n_replicas}"
-        return [CPU] * n_replicas if n_replicas > 1 else [], because
-    return [], (
+        return Devices([CPU] * n_replicas if n_replicas > 1 else [], because)
+    return Devices(
+        [],
         f"one replica: device_ids is None, and {why or 'there is no GPU'}; "
         f"device_ids=['cpu'] * n, or {_environment.CPU_REPLICAS}=n in the environment, "
-        "makes n of them on the CPU"
+        "makes n of them on the CPU",
     )
-
-
-def _read_all(device_ids: Sequence[Any]) -> list[torch.device]:
-    if isinstance(device_ids, (str, bytes, int, torch.device)):
-        raise TypeError(
-            f"device_ids is {device_ids!r}: give a list with one device a replica"
-        )
-    return [_device(each) for each in device_ids]
-
-
-def _read_output(output_device: Any) -> int:
-    """Return the number of a GPU; -1 for the CPU, as in torch."""
-    if output_device == -1:
-        return -1
-    device = _device(output_device)
-    if device == CPU:
-        return -1
-    return _index(device, "output_device", output_device)
 
 
 def _index(device: torch.device, name: str, given: Any) -> int:
