@@ -330,25 +330,6 @@ static int join(pli_walk *walk, int kind, PyObject *const *values, const pli_ste
     return *out != NULL ? 1 : -1;
 }
 
-static PyObject *gather_outputs(const module_state *state, PyObject *values,
-                                PyObject *sizes, PyObject *dim, PyObject *join_object)
-{
-    joiner self = {
-        .walk = {.state = state,
-                 .n = PyTuple_GET_SIZE(values),
-                 .mode = PLI_REBUILD,
-                 .meet = join,
-                 .align = align},
-        .sizes = sizes,
-        .dim = PyLong_AsSsize_t(dim),
-        .dim_object = dim,
-        .join = join_object != Py_None ? join_object : NULL,
-    };
-    if (PyErr_Occurred())
-        return NULL;
-    return pli_walk_values(&self.walk, PySequence_Fast_ITEMS(values), NULL);
-}
-
 PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
 {
     PLI_ENTER(module);
@@ -359,17 +340,24 @@ PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
             "gather(outputs: list, sizes: tuple of int, dim: int, join=None)");
         return NULL;
     }
-    if (pli_needs_torch(state) != 0)
+    joiner self = {
+        .walk = {.state = state, .mode = PLI_REBUILD, .meet = join, .align = align},
+        .sizes = args[1],
+        .dim = PyLong_AsSsize_t(args[2]),
+        .dim_object = args[2],
+        .join = n_args > 3 && args[3] != Py_None ? args[3] : NULL,
+    };
+    if (PyErr_Occurred() || pli_needs_torch(state) != 0)
         return NULL;
     PyObject *result = NULL;
     PyObject *values = PySequence_Tuple(args[0]);
     if (values == NULL)
         return NULL;
-    if (PyTuple_GET_SIZE(values) == 0)
-        PyErr_SetString(PyExc_ValueError, "gather: no output at all");
+    self.walk.n = PyTuple_GET_SIZE(values);
+    if (self.walk.n > 0)
+        result = pli_walk_values(&self.walk, PySequence_Fast_ITEMS(values), NULL);
     else
-        result = gather_outputs(state, values, args[1], args[2],
-                                n_args > 3 ? args[3] : Py_None);
+        PyErr_SetString(PyExc_ValueError, "gather: no output at all");
     Py_DECREF(values);
     return result;
 }

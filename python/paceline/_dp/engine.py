@@ -294,16 +294,14 @@ class Engine:
         output: torch.device,
     ) -> Any:
         """Return the output for the whole batch, on a device."""
-        if self.is_cpu:
-            return _native.gather(list(outputs), sizes or (), dim)
-        join = transfers.Joiner(self.group.streams(), output)
+        join = None if self.is_cpu else transfers.Joiner(self.group.streams(), output)
         return _native.gather(list(outputs), sizes or (), dim, join)
 
     def bring(self, output: Any, where: torch.device) -> Any:
         """Return the output of one replica, on a device."""
         if self.is_cpu:
             return output
-        return transfers.bring_all(self.group.streams(), output, where)
+        return transfers.Joiner(self.group.streams(), where).of_replica_0(output)
 
     def _run_on(self, index: int, stream: Any, call: Callable[[], Any]) -> Any:
         with self._machine.on(index, stream):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -276,7 +277,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Joiner:
-    """Makes one tensor on a device of those of replicas 0, 1, ...."""
+    """Brings what replicas return to one device; called, joins tensors of them."""
 
     def __init__(self, streams: Streams, output: torch.device) -> None:
         self._streams = streams
@@ -287,23 +288,23 @@ class Joiner:
         if dim is None:
             parts, dim = [part.reshape(1) for part in parts], 0
         if len(parts) == 1:
-            return self._bring(0, parts[0])
+            return self._bring(parts[0], 0)
         devices = self._streams.group.devices
         if self._output in devices and self._are_rows(parts, dim):
             target = devices.index(self._output)
             gathered: torch.Tensor = _Gather.apply(self._streams, target, *parts)  # type: ignore[no-untyped-call]
             return gathered
-        return torch.cat([self._bring(k, part) for k, part in enumerate(parts)], dim)
+        return torch.cat(list(map(self._bring, parts, itertools.count())), dim)
 
     def packed(self, parts: Sequence[PackedSequence]) -> PackedSequence:
         """Join packed sequences; the sizes of their steps are on the CPU, as ever."""
         return packed_sequence.join_packed(
             [
                 PackedSequence(
-                    self._bring(k, part.data),
+                    self._bring(part.data, k),
                     part.batch_sizes,
                     *(
-                        None if indices is None else self._bring(k, indices)
+                        None if indices is None else self._bring(indices, k)
                         for indices in (part.sorted_indices, part.unsorted_indices)
                     ),
                 )
@@ -311,8 +312,24 @@ class Joiner:
             ]
         )
 
-    def _bring(self, k: int, part: torch.Tensor) -> torch.Tensor:
-        return bring(self._streams, part, k, self._output)
+    def of_replica_0(self, output: Any) -> Any:
+        """Return what replica 0 returned, with its tensors on the device."""
+        tree, leaves = _native.flatten(output)
+        placed = [
+            self._bring(leaf, 0) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        are_there = all(map(operator.is_, placed, leaves))
+        return output if are_there else tree.unflatten(placed)
+
+    def _bring(self, tensor: torch.Tensor, k: int) -> torch.Tensor:
+        """Return a tensor of replica k on the device where outputs are wanted."""
+        group = self._streams.group
+        member = group.member_of(tensor, k)
+        if member is None or self._output not in group.devices:
+            return tensor.to(self._output)
+        way = member, group.devices.index(self._output)
+        return at_member(self._streams, way, tensor)
 
     def _are_rows(self, parts: Sequence[torch.Tensor], dim: int) -> bool:
         """Tell whether the parts are rows of a tensor, each on its replica's device."""
@@ -325,26 +342,3 @@ class Joiner:
             and all(p.dtype == first.dtype and p.is_contiguous() for p in parts)
             and not any(p.is_conj() or p.is_neg() for p in parts)
         )
-
-
-def bring(
-    streams: Streams, tensor: torch.Tensor, k: int, output: torch.device
-) -> torch.Tensor:
-    """Return an output of replica k on the device where outputs are wanted."""
-    group = streams.group
-    member = group.member_of(tensor, k)
-    if member is None or output not in group.devices:
-        return tensor.to(output)
-    return at_member(streams, (member, group.devices.index(output)), tensor)
-
-
-def bring_all(streams: Streams, output: Any, where: torch.device) -> Any:
-    """Return what replica 0 returned, with its tensors on a device."""
-    tree, leaves = _native.flatten(output)
-    placed = [
-        bring(streams, leaf, 0, where) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
-    if all(map(operator.is_, placed, leaves)):
-        return output
-    return tree.unflatten(placed)
