@@ -19,6 +19,6 @@ int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
 void pli_gpu_empty_cache(void *state);
 
 /* driver_version(path) -> int, of the module */
-PyObject *pli_driver_version(PyObject *module, PyObject *path);
+PyObject *pli_driver_version(PyObject *module, PyObject *args);
 
 #endif

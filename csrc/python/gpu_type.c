@@ -48,19 +48,16 @@ void pli_gpu_empty_cache(void *state)
     PyGILState_Release(gil);
 }
 
-PyObject *pli_driver_version(PyObject *module, PyObject *path)
+PyObject *pli_driver_version(PyObject *module, PyObject *args)
 {
     PLI_ENTER(module);
     const pli_driver *driver = NULL;
-    const char *text = NULL;
+    const char *path = NULL;
     pl_status st;
-    if (path != Py_None && !PyUnicode_Check(path))
-        return PyErr_Format(PyExc_TypeError, "path is %R: give a string, or None",
-                            path);
-    if (path != Py_None && (text = PyUnicode_AsUTF8(path)) == NULL)
+    if (!PyArg_ParseTuple(args, "z:driver_version", &path))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    st = pli_driver_open(text, &driver);
+    st = pli_driver_open(path, &driver);
     Py_END_ALLOW_THREADS
     if (st != PL_OK)
         return pli_raise(PyModule_GetState(module), st);

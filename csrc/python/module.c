@@ -80,15 +80,6 @@ static PyObject *attach_torch(PyObject *module, PyObject *args, PyObject *kwargs
     return pli_none(take_exchange(state, PyDict_GetItemString(kwargs, "exchange")));
 }
 
-int pli_needs_torch(const module_state *state)
-{
-    if (state->tensor_type != NULL)
-        return 0;
-    return pli_error(
-        PyExc_RuntimeError,
-        "torch is not attached: call paceline._compat.torch_core.attach() first");
-}
-
 static PyObject *isa(PyObject *module, PyObject *ignored)
 {
     PLI_ENTER(module);
@@ -159,13 +150,13 @@ static PyMethodDef module_methods[] = {
      "world_size=0, /)\n"
      "--\n\nReturn (arena_bytes, n_ops, words_bytes) that a Reducer of these needs of "
      "its World; of the arena, so many bytes are host memory."},
-    {"nccl_version", pli_nccl_version, METH_O,
+    {"nccl_version", pli_nccl_version, METH_VARARGS,
      "nccl_version(path, /)\n--\n\nReturn the version of the NCCL that a World would "
      "use, as 22907; path is where one was found, or None."},
     {"unwound_keeper", pli_unwound_keeper, METH_O,
      "unwound_keeper(kept, /)\n--\n\nReturn what sys.monitoring may call as a frame is "
      "left by an exception: it becomes\nkept[1] where the frame's code is kept[0]."},
-    {"driver_version", pli_driver_version, METH_O,
+    {"driver_version", pli_driver_version, METH_VARARGS,
      "driver_version(path, /)\n--\n\nStart CUDA's driver, and return the version of "
      "CUDA that it serves, as 13000; path is its library, or None."},
     {"before_fork", before_fork, METH_NOARGS,

@@ -66,6 +66,15 @@ int pli_error(PyObject *type, const char *format, ...)
     return -1;
 }
 
+int pli_needs_torch(const module_state *state)
+{
+    if (state->tensor_type != NULL)
+        return 0;
+    return pli_error(
+        PyExc_RuntimeError,
+        "torch is not attached: call paceline._compat.torch_core.attach() first");
+}
+
 PyObject *pli_exception_words(void)
 {
     PyObject *type, *value, *traceback;

@@ -140,7 +140,7 @@ pl_status pli_callback_failed(void);
 /* The same as pli_raise() for functions that return int: 0 for PL_OK, else -1. */
 int pli_check(const module_state *state, pl_status st);
 
-/* -1 with an exception unless attach_torch() was called (module.c). */
+/* -1 with an exception unless attach_torch() was called. */
 int pli_needs_torch(const module_state *state);
 
 /* One spec a type; each is in the file of its name. */

@@ -34,11 +34,11 @@ def differing(
 def restore(dicts: list[dict[str, Any]], expected: list[dict[str, Any]], /) -> None: ...
 def reference_counts(objects: list[Any], /) -> tuple[int, ...]: ...
 def measure(
-    params: Sequence[torch.Tensor],
-    buffers: Sequence[tuple[dict[str, Any], str]],
+    params: list[torch.nn.Parameter],
+    buffers: list[tuple[dict[str, Any], str]],
     bucket_bytes: int,
     last_bytes: int,
-    sparse: Sequence[int] = (),
+    sparse: list[int] = [],
     device: Device | None = None,
     world_size: int = 0,
     /,
@@ -172,13 +172,13 @@ class Reducer:
     def __new__(
         cls,
         world: RankWorld,
-        params: Sequence[torch.Tensor],
-        buffers: Sequence[tuple[dict[str, Any], str]],
+        params: list[torch.nn.Parameter],
+        buffers: list[tuple[dict[str, Any], str]],
         bucket_bytes: int,
         last_bytes: int,
         view_bytes: int,
-        sparse: Sequence[int] = (),
-        caps: Sequence[int] = (),
+        sparse: list[int] = [],
+        caps: tuple[int, ...] = (),
     ) -> Reducer: ...
     sync: bool
     in_no_sync: bool
@@ -221,7 +221,7 @@ class Reducer:
         hook: Any,
         bucket_bytes: int,
         last_bytes: int,
-        caps: Sequence[int] = (),
+        caps: tuple[int, ...] = (),
     ) -> None: ...
     def poll(self) -> None: ...
     def read_bucket(self, bucket: int, tensor: torch.Tensor, /) -> None: ...

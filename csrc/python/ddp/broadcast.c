@@ -1,7 +1,5 @@
 /* broadcast.c - World.broadcast: one rank's tensors to every rank, through the arena.
  */
-#include "broadcast.h"
-
 #include "comm/broadcast_many.h"
 #include "core/alloc.h"
 #include "python/tensor.h"

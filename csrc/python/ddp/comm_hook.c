@@ -63,8 +63,10 @@ static PyObject *copy_bucket(PyObject *object, PyObject *args, slot_direction wa
         return PyErr_Format(PyExc_IndexError, "bucket %zd of %zu", index,
                             plan->n_buckets);
     const pl_bucket_plan *bucket = &plan->buckets[index];
-    for (size_t m = 0; m < bucket->n_params; m++)
-        n_elems += pl_reducer_elems(self->reducer, bucket->params[m]);
+    for (size_t m = 0; m < bucket->n_params; m++) {
+        const grad_slot *slot = &self->slots[bucket->params[m]];
+        n_elems += slot->policy == POLICY_SPARSE ? 0 : slot->layout->n_elems;
+    }
     if (check_flat(bucket, n_elems, &tensor) != 0)
         return NULL;
     return pli_none(move_bucket(self, bucket, tensor.data, way));
@@ -105,9 +107,9 @@ PyObject *pli_comm_hook_set(PyObject *object, PyObject *args, PyObject *kwargs)
     pli_reducer_args read = {0};
     PyObject *call = NULL;
     pl_plan_caps caps = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onn|O:set_comm_hook", names, &call,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onn|O!:set_comm_hook", names, &call,
                                      &read.bucket_bytes, &read.last_bytes,
-                                     &read.caps) ||
+                                     &PyTuple_Type, &read.caps) ||
         pli_reducer_read_caps(state, &read, &caps) != 0)
         return NULL;
     const pl_status st = pl_reducer_set_comm_hook(self->reducer, &hook, &caps);
@@ -132,8 +134,7 @@ static PyObject *list_sparse(const reducer_object *self)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->n_slots; i++) {
-        if (self->slots[i].policy != POLICY_SPARSE ||
-            !pl_reducer_is_used(self->reducer, i))
+        if (!pli_sparse_is_used(self, i))
             continue;
         PyObject *index = PyLong_FromSize_t(i);
         if (index == NULL || PyList_Append(list, index) != 0)
@@ -152,8 +153,7 @@ int pli_comm_hook_finish_sparse(reducer_object *self)
                                      self->role == PL_ACTIVE ? Py_True : Py_False,
                                      pli_binds_results(self) ? Py_True : Py_False);
     for (size_t i = 0; result != NULL && i < self->n_slots; i++)
-        if (self->slots[i].policy == POLICY_SPARSE &&
-            pl_reducer_is_used(self->reducer, i))
+        if (pli_sparse_is_used(self, i))
             self->slots[i].is_unseen = 0;
     Py_XDECREF(list);
     return pli_drop(result);

@@ -1,7 +1,6 @@
 /* gpu_world.c - what World does for gradients that are in a GPU's memory. */
 #include <string.h>
 
-#include "nccl/gpu_comm.h"
 #include "world.h"
 
 static int read_accumulation(const char *word, pli_accumulation *out)
@@ -22,50 +21,39 @@ static pl_status open_library(const char *path, pli_nccl_library **out)
     return st;
 }
 
-int pli_gpu_world_create(module_state *state, const pli_gpu_world *world,
-                         pl_comm **comm)
+int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
+                         const char *accumulate, const char *nccl, pl_comm **comm)
 {
     pl_status st = PL_OK;
     pli_nccl_library *library = NULL;
-    pli_gpu_comm_options options = {
-        .base = *comm,
-        .backend = world->gpu->backend,
-        .host_bytes = world->host_bytes,
-        .device_bytes = (size_t)world->n_bytes,
-        .n_ops = world->n_ops,
-        .deadline_ns = world->deadline_ns,
-        .is_interrupted = pli_is_interrupted,
-        .empty_caches = pli_gpu_empty_cache,
-        .context = state,
-    };
-    if (read_accumulation(world->accumulate, &options.accumulation) != 0)
+    options->is_interrupted = pli_is_interrupted;
+    options->empty_caches = pli_gpu_empty_cache;
+    options->context = state;
+    if (read_accumulation(accumulate, &options->accumulation) != 0)
         return -1;
     if (state->watchdog == NULL)
         PL_TRY(pli_watchdog_create(&state->watchdog));
-    options.watchdog = state->watchdog;
+    options->watchdog = state->watchdog;
     if (pl_comm_world_size(*comm) > 1)
-        PL_TRY(open_library(world->nccl, &library));
-    options.nccl = library;
+        PL_TRY(open_library(nccl, &library));
+    options->nccl = library;
     Py_BEGIN_ALLOW_THREADS
-    st = pli_gpu_comm_create(&options, comm);
+    st = pli_gpu_comm_create(options, comm);
     Py_END_ALLOW_THREADS
 done:
     pli_nccl_library_release(library);
     return pli_check(state, st);
 }
 
-PyObject *pli_nccl_version(PyObject *module, PyObject *path)
+PyObject *pli_nccl_version(PyObject *module, PyObject *args)
 {
     PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
     pli_nccl_library *library = NULL;
-    const char *text = NULL;
-    if (path != Py_None && !PyUnicode_Check(path))
-        return PyErr_Format(PyExc_TypeError, "path is %R: give a string, or None",
-                            path);
-    if (path != Py_None && (text = PyUnicode_AsUTF8(path)) == NULL)
+    const char *path = NULL;
+    if (!PyArg_ParseTuple(args, "z:nccl_version", &path))
         return NULL;
-    const pl_status st = open_library(text, &library);
+    const pl_status st = open_library(path, &library);
     if (st != PL_OK)
         return pli_raise(state, st);
     const int version = library->version;

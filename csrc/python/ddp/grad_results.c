@@ -127,8 +127,13 @@ static int restore(reducer_object *self, size_t i)
 
 int pli_results_bind(reducer_object *self, size_t i)
 {
+    if (!pli_binds_results(self))
+        return 0;
     if (!pl_reducer_is_used(self->reducer, i))
-        return restore(self, i);
+        /* What there is in a shadow step is the gradient of a step before: no optimizer
+         * may take it again. */
+        return self->role == PL_ACTIVE ? restore(self, i)
+                                       : pli_set_grad(self, i, Py_None);
     const int status = bind_used(self, i);
     if (self->context.homes == NULL)
         self->slots[i].is_unseen = 0;
@@ -144,17 +149,6 @@ void pli_results_drop(reducer_object *self, size_t i)
     Py_CLEAR(slot->late);
     Py_CLEAR(slot->retained);
     Py_CLEAR(slot->saved);
-}
-
-int pli_results_bind_shadow(reducer_object *self, size_t i)
-{
-    if (!pli_binds_results(self))
-        return 0;
-    if (pl_reducer_is_used(self->reducer, i))
-        return pli_results_bind(self, i);
-    /* What is there is the gradient of a step before: no optimizer may take it again.
-     */
-    return pli_set_grad(self, i, Py_None);
 }
 
 int pli_results_finish(reducer_object *self)

@@ -9,9 +9,6 @@
  * pli_results_finish(). */
 int pli_results_bind(reducer_object *self, size_t i);
 
-/* The same in a shadow step. */
-int pli_results_bind_shadow(reducer_object *self, size_t i);
-
 /* When all are bound: makes the copies, and drops what the step refers to. */
 int pli_results_finish(reducer_object *self);
 

@@ -328,13 +328,6 @@ static int mark_unused(reducer_object *self, size_t i, const void *data,
                      pl_reducer_mark_unused(self->reducer, i, data, mode, use));
 }
 
-/* One that is declared sparse has nothing in its slot. */
-static int mark_declared_unused(reducer_object *self, size_t i)
-{
-    const int has_grad = pli_sparse_has_grad(self, i);
-    return has_grad >= 0 ? mark_unused(self, i, NULL, PL_IN_PLACE, has_grad) : -1;
-}
-
 /* If no rank used it, it must come out of the reduction as it went in. */
 static int save(grad_slot *slot, PyObject *grad)
 {
@@ -351,14 +344,15 @@ int pli_grads_mark_unused(reducer_object *self, size_t i)
     PyObject *grad = NULL;
     PyObject *dense = NULL;
     pli_tensor tensor;
-    if (slot->policy == POLICY_SPARSE)
-        return mark_declared_unused(self, i);
-    const int has_grad = pli_grads_read(self, i, &grad, &tensor);
+    const int is_sparse = slot->policy == POLICY_SPARSE; /* nothing is in its slot */
+    const int has_grad = is_sparse ? pli_sparse_has_grad(self, i)
+                                   : pli_grads_read(self, i, &grad, &tensor);
     int status = -1;
     if (has_grad < 0)
         return -1;
-    if (has_grad == 0)
-        return mark_unused(self, i, NULL, PL_REPLACE, has_grad);
+    if (is_sparse || has_grad == 0)
+        return mark_unused(self, i, NULL, is_sparse ? PL_IN_PLACE : PL_REPLACE,
+                           has_grad);
     if (pli_slot_is_seen_by(self, i, &tensor)) {
         if (save(slot, grad) != 0)
             goto done;

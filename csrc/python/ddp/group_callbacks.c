@@ -15,21 +15,14 @@ static pl_status status_of_call(PyObject *result)
     return pli_drop(result) == 0 ? PL_OK : pli_callback_failed();
 }
 
-static const char *reduction_text(pl_reduction reduction)
-{
-    static const char *const texts[PL_N_REDUCTIONS] = {
-        [PL_SUM] = "sum", [PL_MEAN] = "mean", [PL_MAX] = "max"};
-    return texts[reduction];
-}
-
 static pl_status issue(void *context, const pl_op *op, pl_ticket ticket)
 {
     const PyGILState_STATE gil = PyGILState_Ensure();
-    const pl_status st = status_of_call(
-        PyObject_CallMethod(context, "issue", "sssnniK", pli_op_kind_text(op->kind),
-                            pl_dtype_text(op->dtype), reduction_text(op->reduction),
-                            (Py_ssize_t)op->offset_bytes, (Py_ssize_t)op->n_elems,
-                            op->root, (unsigned long long)ticket));
+    const pl_status st = status_of_call(PyObject_CallMethod(
+        context, "issue", "sssnniK", pli_op_kind_text(op->kind),
+        pl_dtype_text(op->dtype), pli_reduction_texts[op->reduction],
+        (Py_ssize_t)op->offset_bytes, (Py_ssize_t)op->n_elems, op->root,
+        (unsigned long long)ticket));
     PyGILState_Release(gil);
     return st;
 }

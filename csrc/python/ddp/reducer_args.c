@@ -15,47 +15,31 @@ static int check_sizes(const pli_reducer_args *args)
         args->bucket_bytes, args->last_bytes, args->view_bytes);
 }
 
-static int read_each_cap(PyObject *sequence, size_t n, size_t *each)
-{
-    for (size_t k = 0; k < n; k++) {
-        const Py_ssize_t cap =
-            PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(sequence, (Py_ssize_t)k));
-        if (cap == -1 && PyErr_Occurred())
-            return -1;
-        if (cap <= 0)
-            return pli_error(PyExc_ValueError, "caps[%zu] is %zd: give bytes", k, cap);
-        each[k] = (size_t)cap;
-    }
-    return 0;
-}
-
 int pli_reducer_read_caps(const module_state *state, const pli_reducer_args *args,
                           pl_plan_caps *out)
 {
-    int status = -1;
+    const size_t n = args->caps != NULL ? (size_t)PyTuple_GET_SIZE(args->caps) : 0;
     size_t *each = NULL;
-    if (check_sizes(args) != 0)
+    if (check_sizes(args) != 0 ||
+        pli_check(state, pli_calloc(n, sizeof *each, "caps of buckets", &each)) != 0)
         return -1;
-    PyObject *fast = args->caps != NULL
-                         ? PySequence_Fast(args->caps, "caps: give a "
-                                                       "sequence of integers")
-                         : PyTuple_New(0);
-    if (fast == NULL)
-        return -1;
-    const size_t n = (size_t)PySequence_Fast_GET_SIZE(fast);
-    if (pli_check(state, pli_calloc(n, sizeof *each, "caps of buckets", &each)) != 0 ||
-        read_each_cap(fast, n, each) != 0)
-        goto done;
+    for (size_t k = 0; k < n; k++) {
+        const Py_ssize_t cap =
+            PyLong_AsSsize_t(PyTuple_GET_ITEM(args->caps, (Py_ssize_t)k));
+        if (cap <= 0) {
+            pli_free(each);
+            return PyErr_Occurred() != NULL
+                       ? -1
+                       : pli_error(PyExc_ValueError, "caps[%zu] is %zd: give bytes", k,
+                                   cap);
+        }
+        each[k] = (size_t)cap;
+    }
     *out = (pl_plan_caps){.bucket_bytes = (size_t)args->bucket_bytes,
                           .last_bytes = (size_t)args->last_bytes,
                           .each = each,
                           .n_each = n};
-    each = NULL;
-    status = 0;
-done:
-    pli_free(each);
-    Py_DECREF(fast);
-    return status;
+    return 0;
 }
 
 static int read_param(const module_state *state, dl_device place, size_t i,
@@ -76,27 +60,18 @@ static int read_param(const module_state *state, dl_device place, size_t i,
 static int read_params(const module_state *state, dl_device place, PyObject *params,
                        pli_reducer_parts *out)
 {
-    int status = -1;
-    PyObject *fast = PySequence_Fast(params, "params: give a sequence of tensors");
-    if (fast == NULL)
-        return -1;
-    const size_t n = (size_t)PySequence_Fast_GET_SIZE(fast);
-    if (n == 0) {
-        PyErr_SetString(PyExc_ValueError, "params is empty: give at least one tensor");
-        goto done;
-    }
+    const size_t n = (size_t)PyList_GET_SIZE(params);
+    if (n == 0)
+        return pli_error(PyExc_ValueError, "params is empty: give at least one tensor");
     if (pli_check(state, pli_calloc(n, sizeof *out->slots, "gradients", &out->slots)) !=
         0)
-        goto done;
+        return -1;
     out->n_slots = n;
     for (size_t i = 0; i < n; i++)
-        if (read_param(state, place, i, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)i),
+        if (read_param(state, place, i, PyList_GET_ITEM(params, (Py_ssize_t)i),
                        &out->slots[i]) != 0)
-            goto done;
-    status = 0;
-done:
-    Py_DECREF(fast);
-    return status;
+            return -1;
+    return 0;
 }
 
 static int read_buffer(const module_state *state, dl_device place, PyObject *pair,
@@ -130,55 +105,37 @@ static int read_buffer(const module_state *state, dl_device place, PyObject *pai
 static int read_buffers(const module_state *state, dl_device place, PyObject *buffers,
                         pli_reducer_parts *out)
 {
-    int status = -1;
-    PyObject *fast =
-        PySequence_Fast(buffers, "buffers: give a sequence of (dict, name)");
-    if (fast == NULL)
-        return -1;
-    const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+    const Py_ssize_t n = PyList_GET_SIZE(buffers);
     if (pli_check(state, pli_calloc((size_t)n, sizeof *out->buffers, "buffers",
                                     &out->buffers)) != 0)
-        goto done;
+        return -1;
     for (Py_ssize_t b = 0; b < n; b++) {
         grad_buffer *buffer = &out->buffers[b];
-        if (read_buffer(state, place, PySequence_Fast_GET_ITEM(fast, b),
+        if (read_buffer(state, place, PyList_GET_ITEM(buffers, b),
                         out->spec.extra_bytes, buffer) != 0)
-            goto done;
+            return -1;
         out->spec.extra_bytes +=
             (buffer->n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
         out->n_buffers++;
     }
-    status = 0;
-done:
-    Py_DECREF(fast);
-    return status;
+    return 0;
 }
 
 static int read_sparse(const pli_reducer_args *args, pli_reducer_parts *out)
 {
-    int status = -1;
-    PyObject *fast =
-        args->sparse != NULL
-            ? PySequence_Fast(args->sparse, "sparse: give a sequence of indices")
-            : PyTuple_New(0);
-    if (fast == NULL)
-        return -1;
-    for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(fast); k++) {
-        const Py_ssize_t i = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(fast, k));
+    const Py_ssize_t n = args->sparse != NULL ? PyList_GET_SIZE(args->sparse) : 0;
+    for (Py_ssize_t k = 0; k < n; k++) {
+        const Py_ssize_t i = PyLong_AsSsize_t(PyList_GET_ITEM(args->sparse, k));
         if (i == -1 && PyErr_Occurred())
-            goto done;
-        if (i < 0 || (size_t)i >= out->n_slots || out->slots[i].layout->n_dims == 0) {
-            PyErr_Format(PyExc_ValueError,
-                         "sparse has %zd: give indices of params that have rows", i);
-            goto done;
-        }
+            return -1;
+        if (i < 0 || (size_t)i >= out->n_slots || out->slots[i].layout->n_dims == 0)
+            return pli_error(PyExc_ValueError,
+                             "sparse has %zd: give indices of params that have rows",
+                             i);
         if (!args->is_on_device)
             out->slots[i].policy = POLICY_SPARSE;
     }
-    status = 0;
-done:
-    Py_DECREF(fast);
-    return status;
+    return 0;
 }
 
 void pli_free_slots(grad_slot *slots, size_t n_slots)
@@ -256,22 +213,13 @@ static int read_place(const module_state *state, PyObject *params, PyObject *dev
         *out = ((gpu_object *)device)->place;
         return 0;
     }
-    if (!PySequence_Check(params) || PySequence_Size(params) == 0)
-        return 0; /* pli_reducer_read_params() says so */
-    PyObject *first = PySequence_GetItem(params, 0);
+    if (PyList_GET_SIZE(params) == 0)
+        return 0; /* pli_reducer_read() says so */
     const int status =
-        first != NULL ? pli_tensor_place(state, first, "parameter 0", out) : -1;
-    Py_XDECREF(first);
+        pli_tensor_place(state, PyList_GET_ITEM(params, 0), "parameter 0", out);
     if (out->type != DL_CUDA)
         out->type = DL_CPU;
     return status;
-}
-
-static int read_device(const module_state *state, PyObject *device)
-{
-    if (device == Py_None || Py_IS_TYPE(device, state->gpu_type))
-        return 0;
-    return pli_error(PyExc_TypeError, "device is %R: give a Device, or None", device);
 }
 
 PyObject *pli_measure(PyObject *module, PyObject *args)
@@ -283,10 +231,11 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
     dl_device place;
     pli_reducer_parts parts;
     PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, "OOnn|OOi:measure", &read.params, &read.buffers,
-                          &read.bucket_bytes, &read.last_bytes, &read.sparse, &device,
+    if (!PyArg_ParseTuple(args, "O!O!nn|O!Oi:measure", &PyList_Type, &read.params,
+                          &PyList_Type, &read.buffers, &read.bucket_bytes,
+                          &read.last_bytes, &PyList_Type, &read.sparse, &device,
                           &read.world_size) ||
-        read_device(state, device) != 0 || check_sizes(&read) != 0 ||
+        pli_check_device(state, device) != 0 || check_sizes(&read) != 0 ||
         read_place(state, read.params, device, &place) != 0)
         return NULL;
     read.is_on_device = device != Py_None || place.type != DL_CPU;

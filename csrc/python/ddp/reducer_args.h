@@ -6,14 +6,14 @@
 
 /* Options as Python gives them; every size in bytes. */
 typedef struct pli_reducer_args {
-    PyObject *world; /* NULL in measure() */
-    PyObject *params;
-    PyObject *buffers; /* sequence of (dict, name) */
+    PyObject *world;   /* NULL in measure() */
+    PyObject *params;  /* list of tensors */
+    PyObject *buffers; /* list of (dict, name) */
     Py_ssize_t bucket_bytes;
     Py_ssize_t last_bytes;
     Py_ssize_t view_bytes; /* the smallest gradient that becomes a view */
-    PyObject *sparse;      /* sequence of indices into params; NULL: none */
-    PyObject *caps;        /* sequence of a size for each bucket; NULL: none */
+    PyObject *sparse;      /* list of indices into params; NULL: none */
+    PyObject *caps;        /* tuple of a size for each bucket; NULL: none */
     int world_size;        /* 0: up to PL_MAX_RANKS */
     int is_on_device;
 } pli_reducer_args;
@@ -37,6 +37,10 @@ typedef struct pli_reducer_parts {
 int pli_reducer_read(const module_state *state, dl_device place,
                      const pli_reducer_args *args, pli_reducer_parts *out);
 void pli_reducer_free_spec(pl_reducer_spec *spec);
+
+/* Fills a new reducer and registers its hooks; -1 leaves the rest to its dealloc. */
+int pli_reducer_build(const module_state *state, reducer_object *self,
+                      const pli_reducer_args *args);
 
 /* measure(params, buffers, bucket_bytes, last_bytes, sparse, device, world_size)
  * -> (arena_bytes, n_ops, header_bytes) */

@@ -1,9 +1,8 @@
 /* reducer_build.c - a Reducer's slots, buffers, backend and hooks. */
-#include "reducer_build.h"
-
 #include "core/alloc.h"
 #include "gpu_step.h"
 #include "hook_type.h"
+#include "reducer_args.h"
 
 enum { MOST_RETAINED_BYTES = 64 << 20 };
 

@@ -260,6 +260,13 @@ static inline int pli_slot_is_seen_by(const reducer_object *self, size_t i,
            pli_layout_equal(&grad->layout, self->slots[i].layout);
 }
 
+/* Whether slot i is declared sparse, and some rank used it in this step. */
+static inline int pli_sparse_is_used(const reducer_object *self, size_t i)
+{
+    return self->slots[i].policy == POLICY_SPARSE &&
+           pl_reducer_is_used(self->reducer, i);
+}
+
 static inline int pli_is_anyone_missing(const reducer_object *self)
 {
     return pl_reducer_participation(self->reducer).n_active <

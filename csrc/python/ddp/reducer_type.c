@@ -8,7 +8,7 @@
 #include "forwards.h"
 #include "hook_type.h"
 #include "module_buffers.h"
-#include "reducer_build.h"
+#include "reducer_args.h"
 #include "reducer_list.h"
 #include "step.h"
 #include "uneven_inputs.h"
@@ -30,12 +30,12 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     module_state *state = state_of_type(type);
     pli_reducer_args read = {0};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!OOnnn|OO:Reducer", names, state->world_type, &read.world,
-            &read.params, &read.buffers, &read.bucket_bytes, &read.last_bytes,
-            &read.view_bytes, &read.sparse, &read.caps))
+            args, kwargs, "O!O!O!nnn|O!O!:Reducer", names, state->world_type,
+            &read.world, &PyList_Type, &read.params, &PyList_Type, &read.buffers,
+            &read.bucket_bytes, &read.last_bytes, &read.view_bytes, &PyList_Type,
+            &read.sparse, &PyTuple_Type, &read.caps) ||
+        pli_needs_torch(state) != 0)
         return NULL;
-    if (state->queue_callback == NULL)
-        return PyErr_Format(PyExc_RuntimeError, "attach_torch() was not called");
     reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
@@ -467,7 +467,7 @@ static PyType_Slot reducer_slots[] = {
     {Py_tp_getset, reducer_getset},
     {Py_tp_members, reducer_members},
     {Py_tp_doc, "Reducer(world, params, buffers, bucket_bytes, last_bytes, view_bytes, "
-                "sparse=(), caps=())\n--\n\n"
+                "sparse=[], caps=())\n--\n\n"
                 "Means of gradients over the ranks of a world, taken during backward."},
     {0, NULL},
 };

@@ -37,6 +37,7 @@ typedef struct sparse_part {
     size_t slot;
     PyObject *local; /* (numbers or None, values), or None where there is no gradient */
     PyObject *room;  /* (numbers or None, values, the tensor that they make up) */
+    pl_move mean;    /* whose values these are */
 } sparse_part;
 
 typedef struct sparse_step {
@@ -45,7 +46,6 @@ typedef struct sparse_step {
     sparse_part *parts;
     pl_table *tables;
     pl_sparse_rows *rows;
-    pl_sparse_rows *rooms;
     pl_exchange *exchange;
 } sparse_step;
 
@@ -53,8 +53,7 @@ static size_t count_parts(const reducer_object *reducer)
 {
     size_t n_parts = 0;
     for (size_t i = 0; i < reducer->n_slots; i++)
-        n_parts += reducer->slots[i].policy == POLICY_SPARSE &&
-                   pl_reducer_is_used(reducer->reducer, i);
+        n_parts += pli_sparse_is_used(reducer, i) != 0;
     return n_parts;
 }
 
@@ -134,12 +133,10 @@ static int begin(sparse_step *self)
             0 ||
         pli_check(state, pli_calloc(n, sizeof *self->tables, "rows", &self->tables)) !=
             0 ||
-        pli_check(state, pli_calloc(n, sizeof *self->rows, "rows", &self->rows)) != 0 ||
-        pli_check(state, pli_calloc(n, sizeof *self->rooms, "rows", &self->rooms)) != 0)
+        pli_check(state, pli_calloc(n, sizeof *self->rows, "rows", &self->rows)) != 0)
         return -1;
     for (size_t i = 0; i < reducer->n_slots; i++)
-        if (reducer->slots[i].policy == POLICY_SPARSE &&
-            pl_reducer_is_used(reducer->reducer, i) && read_part(self, t++, i) != 0)
+        if (pli_sparse_is_used(reducer, i) && read_part(self, t++, i) != 0)
             return -1;
     const pl_exchange_spec spec = {
         .comm = reducer->comm,
@@ -169,7 +166,9 @@ static int make_room(sparse_step *self, size_t t)
         return -1;
     if (all.n_rows > 0 && all.indices != NULL && room.indices != NULL)
         memcpy(room.indices, all.indices, all.n_rows * sizeof *all.indices);
-    self->rooms[t] = room;
+    part->mean = (pl_move){.to = room.values,
+                           .dtype = self->tables[t].dtype,
+                           .n_elems = room.n_rows * self->tables[t].row_elems};
     pl_exchange_set_room(self->exchange, t, room.values);
     return 0;
 }
@@ -194,17 +193,10 @@ static int run(sparse_step *self)
             return -1;
     if (pli_wait_in_slices(state, mean_slice, self->exchange) != 0)
         return -1;
-    for (size_t t = 0; t < self->n_parts; t++) {
-        const pl_move mean = {
-            .to = self->rooms[t].values,
-            .dtype = self->tables[t].dtype,
-            .n_elems = self->rooms[t].n_rows * self->tables[t].row_elems,
-        };
-        if (pli_is_to_rescale(self->reducer) &&
-            pli_check(state, pl_reducer_rescale_mean(self->reducer->reducer, &mean)) !=
-                0)
+    for (size_t t = 0; t < self->n_parts && pli_is_to_rescale(self->reducer); t++)
+        if (pli_check(state, pl_reducer_rescale_mean(self->reducer->reducer,
+                                                     &self->parts[t].mean)) != 0)
             return -1;
-    }
     for (size_t t = 0; t < self->n_parts && pli_binds_results(self->reducer); t++)
         Py_XSETREF(self->reducer->slots[self->parts[t].slot].target,
                    Py_NewRef(PyTuple_GET_ITEM(self->parts[t].room, 2)));
@@ -227,7 +219,6 @@ int pli_sparse_finish(reducer_object *self)
     pli_free(step.parts);
     pli_free(step.tables);
     pli_free(step.rows);
-    pli_free(step.rooms);
     return status;
 }
 

@@ -268,18 +268,11 @@ static int check_is_same_step(reducer_object *self)
     return -1;
 }
 
-/* Divides by the number of active ranks, where a join asks for that. */
-static int rescale(reducer_object *self)
-{
-    return pli_is_to_rescale(self) ? pli_call_reducer(self, pl_reducer_rescale) : 0;
-}
-
 static int bind_results(reducer_object *self)
 {
     int status = 0;
     for (size_t i = 0; status == 0 && i < self->n_slots; i++)
-        status = self->role == PL_ACTIVE ? pli_results_bind(self, i)
-                                         : pli_results_bind_shadow(self, i);
+        status = pli_results_bind(self, i);
     return status == 0 ? pli_results_finish(self) : -1;
 }
 
@@ -305,7 +298,8 @@ static int try_finish(reducer_object *self)
         return -1;
     if (pli_gpu_step_read_stream(self) != 0 || wait_step(self) != 0 ||
         check_is_same_step(self) != 0 || reduce_late(self) != 0 ||
-        pli_comm_hook_finish(self) != 0 || rescale(self) != 0 ||
+        pli_comm_hook_finish(self) != 0 ||
+        (pli_is_to_rescale(self) && pli_call_reducer(self, pl_reducer_rescale) != 0) ||
         pli_sparse_finish(self) != 0 || pli_comm_hook_confirm(self) != 0 ||
         pli_check(state_of_reducer(self), pl_reducer_complete(self->reducer)) != 0 ||
         bind_results(self) != 0 || pli_buffers_receive(self) != 0)

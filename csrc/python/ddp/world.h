@@ -4,6 +4,7 @@
 
 #include "comm/group_comm.h"
 #include "comm/shm_init.h"
+#include "nccl/gpu_comm.h"
 #include "python/gpu.h"
 #include "python/wait.h"
 
@@ -27,18 +28,11 @@ typedef struct world_object {
 /* What calls group_comm.issue() and group_comm.wait(), taking the GIL; borrowed. */
 pli_group_callbacks pli_group_callbacks_of(PyObject *group_comm);
 
-/* Has a device's world, with memory of `gpu`, take the place of *comm, its base. */
-typedef struct pli_gpu_world {
-    gpu_object *gpu;
-    Py_ssize_t n_bytes;     /* of its memory */
-    const char *nccl;       /* path of the library; NULL: none was found */
-    const char *accumulate; /* how averages are added up */
-    size_t host_bytes;
-    size_t n_ops;
-    int64_t deadline_ns;
-} pli_gpu_world;
-int pli_gpu_world_create(module_state *state, const pli_gpu_world *world,
-                         pl_comm **comm);
+/* Has a device's world take the place of *comm, its base.  Of `options` all is given
+ * but what follows from the rest: `accumulate` is how averages are added up, `nccl` the
+ * library's path, or NULL where none was found. */
+int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
+                         const char *accumulate, const char *nccl, pl_comm **comm);
 
 /* Releases the GIL if there is a device: a call may wait for the device, or for the
  * watchdog. */
@@ -56,8 +50,19 @@ static inline void pli_take_back(PyThreadState *thread)
 /* World.issue(kind, dtype, reduction, offset_bytes, n_elems, root) -> ticket */
 PyObject *pli_world_issue(PyObject *object, PyObject *args);
 
+/* The reductions by name. */
+extern const char *const pli_reduction_texts[PL_N_REDUCTIONS];
+
+/* World.broadcast(tensors, root=0): every rank gives dense tensors of the same sizes;
+ * the root's values end up in all.  It goes through the whole arena: no gradient may be
+ * in it. */
+PyObject *pli_world_broadcast(PyObject *object, PyObject *args);
+
 /* nccl_version(path) -> int, of the module */
-PyObject *pli_nccl_version(PyObject *module, PyObject *path);
+PyObject *pli_nccl_version(PyObject *module, PyObject *args);
+
+/* -1 with TypeError unless `device` is a Device, or None. */
+int pli_check_device(const module_state *state, PyObject *device);
 
 /* The text of an argument, borrowed; NULL with TypeError. */
 const char *pli_text_of(PyObject *argument);

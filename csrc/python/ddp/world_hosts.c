@@ -1,19 +1,29 @@
 /* world_hosts.c - which ranks are on which host, and the sockets between leaders. */
 #include "world_hosts.h"
 
-static int read_ints(PyObject *sequence, const char *what, int *out, Py_ssize_t n_most)
+#include <limits.h>
+
+int pli_read_ints(PyObject *sequence, const char *what, int least, int *out,
+                  Py_ssize_t n_most)
 {
-    PyObject *fast = PySequence_Fast(sequence, "hosts: give sequences");
+    PyObject *fast =
+        PySequence_Fast(sequence, "pids, hosts: give sequences of integers");
     if (fast == NULL)
         return -1;
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
     int status = n <= n_most ? (int)n : -1;
     if (status < 0)
-        PyErr_Format(PyExc_ValueError, "hosts: %zd %s, at most %zd", n, what, n_most);
+        PyErr_Format(PyExc_ValueError, "%s: %zd, at most %zd", what, n, n_most);
     for (Py_ssize_t k = 0; status >= 0 && k < n; k++) {
-        out[k] = (int)PyLong_AsLong(PySequence_Fast_GET_ITEM(fast, k));
-        if (PyErr_Occurred() != NULL)
-            status = -1;
+        int overflow = 0;
+        PyObject *item = PySequence_Fast_GET_ITEM(fast, k);
+        const long number =
+            PyLong_Check(item) ? PyLong_AsLongAndOverflow(item, &overflow) : LONG_MIN;
+        if (overflow != 0 || number < least || number > INT_MAX)
+            status = pli_error(PyExc_ValueError,
+                               "%s[%zd] is %R: give an integer from %d to %d", what, k,
+                               item, least, INT_MAX);
+        out[k] = (int)number;
     }
     Py_DECREF(fast);
     return status;
@@ -62,12 +72,13 @@ int pli_world_hosts_read(PyObject *hosts, int rank, int world_size,
         !PyArg_ParseTuple(hosts, "OOO:hosts", &n_ranks, &names, &fds))
         return pli_error(PyExc_TypeError, "hosts is %R: give (n_ranks, names, fds)",
                          hosts);
-    out->n_hosts = read_ints(n_ranks, "hosts", out->n_ranks, PLI_MAX_HOSTS);
+    out->n_hosts =
+        pli_read_ints(n_ranks, "hosts: ranks", 1, out->n_ranks, PLI_MAX_HOSTS);
     if (out->n_hosts < 0 || read_names(names, out) != 0 ||
         find_rank(rank, world_size, out) != 0)
         return -1;
-    const int n_fds = read_ints(fds, "sockets", out->fds,
-                                (Py_ssize_t)out->n_hosts * PLI_N_LINK_STREAMS);
+    const int n_fds = pli_read_ints(fds, "hosts: sockets", -1, out->fds,
+                                    (Py_ssize_t)out->n_hosts * PLI_N_LINK_STREAMS);
     if (n_fds < 0)
         return -1;
     out->has_links = n_fds > 0;

@@ -17,6 +17,10 @@ typedef struct pli_world_hosts {
     int has_links;
 } pli_world_hosts;
 
+/* Reads a sequence of integers, each `least` or more; their number, or -1. */
+int pli_read_ints(PyObject *sequence, const char *what, int least, int *out,
+                  Py_ssize_t n_most);
+
 /* Reads (n_ranks, names, fds), or None. */
 int pli_world_hosts_read(PyObject *hosts, int rank, int world_size,
                          pli_world_hosts *out);

@@ -3,6 +3,9 @@
 
 #include "world.h"
 
+const char *const pli_reduction_texts[PL_N_REDUCTIONS] = {
+    [PL_SUM] = "sum", [PL_MEAN] = "mean", [PL_MAX] = "max"};
+
 static int parse_word(const char *what, const char *word, const char *const *words,
                       int n_words, int *out)
 {
@@ -18,7 +21,6 @@ static int parse_word(const char *what, const char *word, const char *const *wor
 PyObject *pli_world_issue(PyObject *object, PyObject *args)
 {
     PLI_ENTER(object);
-    static const char *const reductions[] = {"sum", "mean", "max"};
     const char *kinds[PL_N_OP_KINDS];
     const char *dtypes[PL_N_DTYPES];
     const char *kind_word, *dtype_word, *reduction_word;
@@ -34,7 +36,7 @@ PyObject *pli_world_issue(PyObject *object, PyObject *args)
                           &reduction_word, &offset, &n_elems, &root) ||
         parse_word("kind", kind_word, kinds, PL_N_OP_KINDS, &kind) != 0 ||
         parse_word("dtype", dtype_word, dtypes, PL_N_DTYPES, &dtype) != 0 ||
-        parse_word("reduction", reduction_word, reductions, PL_N_REDUCTIONS,
+        parse_word("reduction", reduction_word, pli_reduction_texts, PL_N_REDUCTIONS,
                    &reduction) != 0)
         return NULL;
     if (offset < 0 || n_elems < 0)

@@ -1,13 +1,10 @@
 /* world_type.c - paceline._native.RankWorld. */
-#include <limits.h>
 #include <stddef.h>
 #include <string.h>
 
 #include <unistd.h>
 
-#include "broadcast.h"
 #include "core/config.h"
-#include "nccl/gpu_comm.h"
 #include "python/recorder_object.h"
 #include "world.h"
 #include "world_hosts.h"
@@ -18,38 +15,6 @@
 
 /* Leaders find out first that another host is late, and tell their host's ranks. */
 #define HOST_GRACE_NS (10 * INT64_C(1000000000))
-
-/* ---- World ---------------------------------------------------------------------- */
-
-static int read_pid(PyObject *item, int rank, int *out)
-{
-    int overflow = 0;
-    const long pid =
-        PyLong_Check(item) ? PyLong_AsLongAndOverflow(item, &overflow) : -1;
-    if (overflow != 0 || pid < 0 || pid > INT_MAX)
-        return pli_error(PyExc_ValueError,
-                         "pids[%d] is %R: give a process id, or 0 for none", rank,
-                         item);
-    *out = (int)pid;
-    return 0;
-}
-
-static int read_pids(PyObject *sequence, int world_size, int *pids)
-{
-    int status = 0;
-    PyObject *fast = PySequence_Fast(sequence, "pids: give a sequence of integers");
-    if (fast == NULL)
-        return -1;
-    if (PySequence_Fast_GET_SIZE(fast) != world_size) {
-        PyErr_Format(PyExc_ValueError, "pids has %zd entries for %d ranks",
-                     PySequence_Fast_GET_SIZE(fast), world_size);
-        status = -1;
-    }
-    for (int r = 0; status == 0 && r < world_size; r++)
-        status = read_pid(PySequence_Fast_GET_ITEM(fast, r), r, &pids[r]);
-    Py_DECREF(fast);
-    return status;
-}
 
 typedef struct world_arguments {
     int rank;
@@ -112,11 +77,17 @@ static pl_status put_group_comm_before(const world_arguments *arguments, pl_comm
     return pli_group_comm_create(&options, comm);
 }
 
+int pli_check_device(const module_state *state, PyObject *device)
+{
+    if (device == Py_None || Py_IS_TYPE(device, state->gpu_type))
+        return 0;
+    return pli_error(PyExc_TypeError, "device is %R: give a Device, or None", device);
+}
+
 static int check_device(const module_state *state, const world_arguments *arguments)
 {
-    if (arguments->device != NULL && !Py_IS_TYPE(arguments->device, state->gpu_type))
-        return pli_error(PyExc_TypeError, "device is %R: give a Device, or None",
-                         arguments->device);
+    if (arguments->device != NULL && pli_check_device(state, arguments->device) != 0)
+        return -1;
     if (arguments->device_bytes < 0 ||
         (arguments->device_bytes > 0 && arguments->device == NULL))
         return pli_error(PyExc_ValueError,
@@ -232,14 +203,14 @@ static int build_world(module_state *state, world_object *self,
     if (arguments->group_comm != NULL && serve(self) != 0)
         return -1;
     self->gpu = (gpu_object *)Py_NewRef(arguments->device);
-    const pli_gpu_world device = {.gpu = self->gpu,
-                                  .n_bytes = arguments->device_bytes,
-                                  .nccl = arguments->nccl,
-                                  .accumulate = arguments->accumulate,
-                                  .host_bytes = (size_t)arguments->arena_bytes,
-                                  .n_ops = (size_t)arguments->n_ops,
-                                  .deadline_ns = arguments->deadline_ns};
-    return pli_gpu_world_create(state, &device, &self->comm);
+    pli_gpu_comm_options options = {.base = self->comm,
+                                    .backend = self->gpu->backend,
+                                    .host_bytes = (size_t)arguments->arena_bytes,
+                                    .device_bytes = (size_t)arguments->device_bytes,
+                                    .n_ops = (size_t)arguments->n_ops,
+                                    .deadline_ns = arguments->deadline_ns};
+    return pli_gpu_world_create(state, &options, arguments->accumulate, arguments->nccl,
+                                &self->comm);
 }
 
 static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -249,9 +220,16 @@ static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     world_arguments arguments = {.accumulate = "nccl"};
     const char *address = NULL;
     int pids[PLI_MAX_GROUP_RANKS];
-    if (parse_arguments(state, args, kwargs, &arguments) != 0 ||
-        read_pids(arguments.pids, arguments.by_host.inner_size, pids) != 0)
+    if (parse_arguments(state, args, kwargs, &arguments) != 0)
         return NULL;
+    const int n_ranks = arguments.by_host.inner_size;
+    const int n_pids =
+        pli_read_ints(arguments.pids, "pids", 0, pids, PLI_MAX_GROUP_RANKS);
+    if (n_pids < 0)
+        return NULL;
+    if (n_pids != n_ranks)
+        return PyErr_Format(PyExc_ValueError, "pids has %d entries for %d ranks",
+                            n_pids, n_ranks);
     if (PyUnicode_Check(arguments.meeting) &&
         (address = PyUnicode_AsUTF8(arguments.meeting)) == NULL)
         return NULL;

@@ -134,7 +134,7 @@ def make_device(index=0, **changes):
 def make_device_world(params, buffers=(), device=None, sparse=(), **changes):
     device = make_device() if device is None else device
     arena_bytes, n_ops, words_bytes = _native.measure(
-        params, list(buffers), *SIZES[:2], sparse, device
+        params, list(buffers), *SIZES[:2], list(sparse), device
     )
     return make_world(
         arena_bytes=words_bytes,
@@ -148,7 +148,7 @@ def make_device_world(params, buffers=(), device=None, sparse=(), **changes):
 
 def make_device_reducer(params, buffers=(), sizes=SIZES, sparse=(), **changes):
     world = make_device_world(params, buffers, sparse=sparse, **changes)
-    return _native.Reducer(world, params, list(buffers), *sizes, sparse)
+    return _native.Reducer(world, params, list(buffers), *sizes, list(sparse))
 
 
 def parameters(*shapes):

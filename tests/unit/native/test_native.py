@@ -159,13 +159,13 @@ def half_complex():
 
 
 BAD_TENSORS = {
-    "params: no sequence": ((3, []), ["params", "sequence"]),
+    "params: no list": ((3, []), ["must be list, not int"]),
     "params: none": (([], []), ["params is empty"]),
     "params: number": (([3], []), ["parameter"]),
     "params: meta": (([torch.ones(3, device="meta")], []), ["parameter", "meta"]),
     "params: sparse": (([torch.eye(3).to_sparse()], []), ["parameter"]),
     "params: complex32": (([half_complex()], []), ["parameter", "type"]),
-    "buffers: no sequence": (([PARAM], 3), ["buffers", "sequence"]),
+    "buffers: no list": (([PARAM], 3), ["must be list, not int"]),
     "buffers: number": (([PARAM], [3]), ["buffers"]),
     "buffers: triple": (([PARAM], [({}, "a", 1)]), ["buffers"]),
     "buffers: no dict": (([PARAM], [(3, "a")]), ["buffers", "dict"]),
@@ -200,13 +200,13 @@ def test_a_bad_size_of_a_reducer_is_named_with_its_value():
 @pytest.mark.parametrize(
     ("sparse", "words"),
     [
-        (3, ["sparse", "sequence"]),
+        (3, ["must be list, not int"]),
         ([2], ["sparse has 2"]),
         ([1], ["sparse has 1", "rows"]),
         (["a"], ["int"]),
         ([-1], ["sparse has -1"]),
     ],
-    ids=["no sequence", "no such parameter", "no rows", "text", "negative"],
+    ids=["no list", "no such parameter", "no rows", "text", "negative"],
 )
 def test_a_bad_declaration_of_what_is_sparse_is_named(sparse, words):
     params = [PARAM, nn.Parameter(torch.tensor(1.0))]
