@@ -82,7 +82,7 @@ void pli_reducer_read_participation(pl_reducer *self)
 
 /* ---- life ----------------------------------------------------------------------- */
 
-/* *out: give it to take_caps() or pli_free(). */
+/* *out: free it with pli_free(). */
 static pl_status copy_each_cap(const pl_plan_caps *caps, size_t **out)
 {
     pl_status st = PL_OK;
@@ -94,14 +94,6 @@ static pl_status copy_each_cap(const pl_plan_caps *caps, size_t **out)
     *out = each;
 done:
     return st;
-}
-
-/* Sets self->spec.caps.  Takes over `each`, a copy of theirs. */
-static void take_caps(pl_reducer *self, const pl_plan_caps *caps, size_t *each)
-{
-    pli_free((void *)self->spec.caps.each);
-    self->spec.caps = *caps;
-    self->spec.caps.each = each;
 }
 
 static pl_status allocate(const pl_reducer_spec *spec, pl_reducer *self)
@@ -160,9 +152,7 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
     PL_TRY(copy_each_cap(&spec->caps, &each));
     self->spec = *spec;
     self->spec.params = self->params;
-    self->spec.caps.each = NULL;
-    take_caps(self, &spec->caps, each);
-    each = NULL;
+    self->spec.caps.each = each;
     self->arena = comm->arena;
     self->at = lay_out_arena(spec);
     self->participation = pli_reducer_full_participation(self);
@@ -200,7 +190,7 @@ void pl_reducer_destroy(pl_reducer *self)
 
 /* ---- a step begins -------------------------------------------------------------- */
 
-/* Counts what each bucket waits for, and puts all in PL_BUCKET_FILLING. */
+/* Counts what each bucket waits for, and puts all in BUCKET_FILLING. */
 static void arm_buckets(pl_reducer *self)
 {
     self->n_posted = 0;
@@ -212,7 +202,7 @@ static void arm_buckets(pl_reducer *self)
             n_pending += self->slots[bucket->params[m]].n_expected > 0;
             n_unexpected += self->slots[bucket->params[m]].n_expected == 0;
         }
-        self->buckets[b] = (bucket_state){.phase = PL_BUCKET_FILLING,
+        self->buckets[b] = (bucket_state){.phase = BUCKET_FILLING,
                                           .n_pending = n_pending + (n_unexpected > 0)};
     }
 }
@@ -251,7 +241,9 @@ pl_status pl_reducer_set_comm_hook(pl_reducer *self, const pl_comm_hook *hook,
                 "cannot set a hook while a step is under way, or has failed");
     PL_TRY(copy_each_cap(caps, &each));
     PL_TRY(pli_reducer_lay_out(self, order, caps));
-    take_caps(self, caps, each);
+    pli_free((void *)self->spec.caps.each);
+    self->spec.caps = *caps;
+    self->spec.caps.each = each;
     each = NULL;
     self->comm_hook = *hook;
 done:
@@ -339,11 +331,6 @@ unsigned pl_reducer_sparse_dims(const pl_reducer *self, size_t param)
 {
     const unsigned used = used_of(self)[param];
     return used == USED_DENSE ? 0 : used;
-}
-
-size_t pl_reducer_elems(const pl_reducer *self, size_t param)
-{
-    return self->params[param].n_elems;
 }
 
 size_t pl_reducer_slot_offset(const pl_reducer *self, size_t param)

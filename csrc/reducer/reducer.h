@@ -264,9 +264,6 @@ int pl_reducer_is_used(const pl_reducer *reducer, size_t param);
  * rank; 0 if some rank's was dense, or no rank had one. */
 unsigned pl_reducer_sparse_dims(const pl_reducer *reducer, size_t param);
 
-/* Elements of the parameter. */
-size_t pl_reducer_elems(const pl_reducer *reducer, size_t param);
-
 /* Byte of the arena at which the parameter's slot begins; a new plan moves it. */
 size_t pl_reducer_slot_offset(const pl_reducer *reducer, size_t param);
 

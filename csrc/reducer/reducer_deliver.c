@@ -39,7 +39,7 @@ pl_status pli_reducer_post_ready(pl_reducer *self, pl_stream *stream)
 {
     pl_status st = PL_OK;
     while (self->n_posted < self->plan->n_buckets &&
-           self->buckets[self->n_posted].phase == PL_BUCKET_READY) {
+           self->buckets[self->n_posted].phase == BUCKET_READY) {
         const size_t b = self->n_posted;
         if (pli_reducer_defers(&self->deferred))
             PL_TRY(pli_reducer_pack(self, b, stream));
@@ -48,7 +48,7 @@ pl_status pli_reducer_post_ready(pl_reducer *self, pl_stream *stream)
         else
             while (self->buckets[b].n_issued < self->plan->buckets[b].n_elems)
                 PL_TRY(issue_chunk(self, b));
-        PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_POSTED, b));
+        self->buckets[b].phase = BUCKET_POSTED;
         self->n_posted++;
     }
 done:
@@ -82,7 +82,7 @@ static int can_stream(const pl_reducer *self, size_t param, const void *data,
     return self->comm_hook.post == NULL && mode == PL_REPLACE && data != NULL &&
            self->n_posted == b && self->plan->buckets[b].n_params == 1 &&
            self->buckets[b].n_pending == 1 &&
-           self->buckets[b].phase == PL_BUCKET_FILLING &&
+           self->buckets[b].phase == BUCKET_FILLING &&
            slot->n_ready + 1 == slot->n_expected;
 }
 
@@ -125,8 +125,8 @@ static pl_status count_ready(pl_reducer *self, size_t param, pl_stream *stream)
         slot->n_ready++;
     if (slot->n_ready != slot->n_expected)
         goto done;
-    if (bucket->phase == PL_BUCKET_FILLING && --bucket->n_pending == 0) {
-        PL_TRY(pli_reducer_bucket_is_ready(self, b));
+    if (bucket->phase == BUCKET_FILLING && --bucket->n_pending == 0) {
+        pli_reducer_bucket_is_ready(self, b);
         PL_TRY(pli_reducer_post_ready(self, stream));
     }
 done:
@@ -143,7 +143,7 @@ pl_status pl_reducer_mark_ready(pl_reducer *self, size_t param, const void *data
     if (self->phase != REDUCER_FILLING)
         PL_FAIL(PL_ESTATE, "a gradient arrives outside a step");
     /* A parameter without elements has no data in the bucket, so it is never late. */
-    if (bucket->phase == PL_BUCKET_POSTED && self->params[param].n_elems > 0) {
+    if (bucket->phase == BUCKET_POSTED && self->params[param].n_elems > 0) {
         late_of(self)[param] = 1;
         result = PL_LATE;
         if (pli_reducer_defers(&self->deferred))
@@ -160,7 +160,7 @@ pl_status pl_reducer_mark_ready(pl_reducer *self, size_t param, const void *data
         used_of(self)[param] = USED_DENSE;
     PL_TRY(count_ready(self, param, stream));
     PL_TRY(pl_comm_progress(self->comm));
-    if (result == PL_DEFERRED && bucket->phase == PL_BUCKET_POSTED)
+    if (result == PL_DEFERRED && bucket->phase == BUCKET_POSTED)
         result = PL_COPIED;
     *out = result;
 done:
@@ -172,7 +172,7 @@ int pl_reducer_may_post(const pl_reducer *self, size_t param)
     const slot_state *slot = &self->slots[param];
     const size_t b = self->plan->slots[param].bucket;
     const bucket_state *bucket = &self->buckets[b];
-    return b == self->n_posted && bucket->phase == PL_BUCKET_FILLING &&
+    return b == self->n_posted && bucket->phase == BUCKET_FILLING &&
            bucket->n_pending == 1 && slot->n_ready + 1 == slot->n_expected;
 }
 

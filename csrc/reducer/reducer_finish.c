@@ -14,7 +14,7 @@ pl_status pl_reducer_mark_unused(pl_reducer *self, size_t param, const void *dat
     pl_status st = PL_OK;
     const size_t b = self->plan->slots[param].bucket;
     pl_ready_result result;
-    if (self->phase != REDUCER_FILLING || self->buckets[b].phase == PL_BUCKET_POSTED)
+    if (self->phase != REDUCER_FILLING || self->buckets[b].phase == BUCKET_POSTED)
         PL_FAIL(PL_ESTATE,
                 "cannot mark parameter %zu unused after its bucket was posted", param);
     if (pli_reducer_defers(&self->deferred)) {
@@ -117,8 +117,8 @@ static pl_status close_step(pl_reducer *self)
 {
     pl_status st = PL_OK;
     for (size_t b = self->n_posted; b < self->plan->n_buckets; b++)
-        if (self->buckets[b].phase == PL_BUCKET_FILLING)
-            PL_TRY(pli_reducer_bucket_is_ready(self, b));
+        if (self->buckets[b].phase == BUCKET_FILLING)
+            pli_reducer_bucket_is_ready(self, b);
     PL_TRY(pli_reducer_post_ready(self, self->stream));
     self->deferred.n_pending = 0;
     PL_TRY(issue_extra(self, ISSUE_FOLLOWED));
@@ -250,8 +250,6 @@ pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
         PL_TRY(merge_backups(self));
         memset(late_of(self), 0, self->spec.n_params);
     } else {
-        for (size_t b = 0; b < self->plan->n_buckets; b++)
-            PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_REDUCED, b));
         pli_reducer_read_participation(self);
     }
     self->phase = REDUCER_REDUCED;

@@ -213,7 +213,7 @@ pl_status pl_reducer_flush(pl_reducer *self, size_t param)
 {
     const size_t b = self->plan->slots[param].bucket;
     if (!pli_reducer_defers(&self->deferred) || self->phase != REDUCER_FILLING ||
-        self->buckets[b].phase == PL_BUCKET_POSTED)
+        self->buckets[b].phase == BUCKET_POSTED)
         return PL_OK;
     return flush(self, param);
 }

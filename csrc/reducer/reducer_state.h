@@ -2,7 +2,6 @@
 #ifndef PLI_REDUCER_STATE_H
 #define PLI_REDUCER_STATE_H
 
-#include "bucket.h"
 #include "reducer.h"
 #include "reducer_pack.h"
 
@@ -34,8 +33,15 @@ typedef struct slot_state {
     uint32_t ready_at;   /* position of its latest gradient in this step */
 } slot_state;
 
+/* Within one step, in this order. */
+typedef enum bucket_phase {
+    BUCKET_FILLING, /* gradients arrive */
+    BUCKET_READY,   /* all that are expected are in */
+    BUCKET_POSTED,  /* the peers may read and write it, until the step is waited for */
+} bucket_phase;
+
 typedef struct bucket_state {
-    pl_bucket_phase phase;
+    bucket_phase phase;
     uint32_t n_pending; /* params expected to get ready; one more if close must come */
     size_t n_issued;    /* elements, from the bucket's start */
 } bucket_state;
@@ -153,10 +159,10 @@ static inline void pli_reducer_record_ready(const pl_reducer *self, size_t b)
 }
 
 /* Moves a filled bucket on: it may be posted. */
-static inline pl_status pli_reducer_bucket_is_ready(pl_reducer *self, size_t b)
+static inline void pli_reducer_bucket_is_ready(pl_reducer *self, size_t b)
 {
     pli_reducer_record_ready(self, b);
-    return pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b);
+    self->buckets[b].phase = BUCKET_READY;
 }
 
 /* Posts the ready buckets whose turn it is; makes their deferred copies on `stream`. */

@@ -48,8 +48,8 @@ typedef struct list {
 
 struct pl_exchange {
     pl_exchange_spec spec;
-    pl_table *tables;       /* own copy */
-    pl_sparse_rows *rows;   /* ... */
+    const pl_table *tables;     /* the spec's */
+    const pl_sparse_rows *rows; /* ... */
     pl_sparse_rows *unions; /* indices inside `merged`; values: the caller's memory */
     exchange_phase phase;
     char *staging;
@@ -132,8 +132,6 @@ pl_status pl_exchange_create(const pl_exchange_spec *spec, pl_exchange **out)
                 spec->comm->ops->name);
     PL_TRY(check_rows(spec));
     PL_TRY(pli_calloc(1, sizeof *self, "an exchange of rows", &self));
-    PL_TRY(pli_calloc(n, sizeof *self->tables, "tables", &self->tables));
-    PL_TRY(pli_calloc(n, sizeof *self->rows, "rows of tables", &self->rows));
     PL_TRY(pli_calloc(n, sizeof *self->unions, "rows of ranks", &self->unions));
     PL_TRY(pli_calloc(n_ranks * n, sizeof *self->counts, "numbers of rows",
                       &self->counts));
@@ -142,8 +140,8 @@ pl_status pl_exchange_create(const pl_exchange_spec *spec, pl_exchange **out)
     PL_TRY(pli_calloc(n_ranks, sizeof(int64_t *), "ranks' rows", &self->next));
     PL_TRY(pli_calloc(n_ranks, sizeof(list), "ranks' rows", &self->table_lists));
     self->spec = *spec;
-    memcpy(self->tables, spec->tables, n * sizeof *self->tables);
-    memcpy(self->rows, spec->rows, n * sizeof *self->rows);
+    self->tables = spec->tables;
+    self->rows = spec->rows;
     self->staging = spec->comm->arena + spec->offset_bytes;
     begin_counting(self);
     *out = self;
@@ -157,8 +155,6 @@ void pl_exchange_destroy(pl_exchange *self)
 {
     if (self == NULL)
         return;
-    pli_free(self->tables);
-    pli_free(self->rows);
     pli_free(self->unions);
     pli_free(self->counts);
     pli_free(self->gather.received);

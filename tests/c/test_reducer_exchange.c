@@ -400,7 +400,7 @@ TEST(exchanges_survive_the_failure_of_any_allocation)
         if (!is_hit)
             break;
     }
-    CHECK(n_failed == 13);
+    CHECK(n_failed == 11);
     pl_comm_destroy(comm);
     side_drop(&self);
 }
