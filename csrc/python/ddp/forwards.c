@@ -27,11 +27,6 @@ uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs,
     return forwards->n << 1 | mode;
 }
 
-void pli_forwards_supersede(reducer_object *self)
-{
-    self->forwards.n_over = self->forwards.n;
-}
-
 void pli_forwards_answer(reducer_object *self, uint64_t token)
 {
     forward_counts *forwards = &self->forwards;

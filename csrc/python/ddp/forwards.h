@@ -11,9 +11,6 @@ typedef enum forward_outputs { OUTPUTS_UNWATCHED, OUTPUTS_WATCHED } forward_outp
 uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs,
                           forward_mode mode);
 
-/* Backwards whose beginning is not seen are awaited no longer. */
-void pli_forwards_supersede(reducer_object *self);
-
 /* The backward of the forward of this token begins. */
 void pli_forwards_answer(reducer_object *self, uint64_t token);
 

@@ -31,12 +31,6 @@ static int register_hook(const module_state *state, reducer_object *self, size_t
                                   slot->hooks);
 }
 
-static grad_policy policy_by_size(const grad_slot *slot, size_t view_bytes)
-{
-    const size_t n_bytes = pli_layout_bytes(slot->layout);
-    return n_bytes > 0 && n_bytes >= view_bytes ? POLICY_VIEW : POLICY_COPY;
-}
-
 /* What moves the gradients; for pli_backend_destroy(). */
 static int make_backend(const module_state *state, reducer_object *self)
 {
@@ -93,8 +87,10 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
         goto done;
     for (size_t i = 0; i < self->n_slots; i++) {
         grad_slot *slot = &self->slots[i];
-        if (slot->policy != POLICY_SPARSE)
-            slot->policy = policy_by_size(slot, (size_t)args->view_bytes);
+        const size_t n_bytes = pli_layout_bytes(slot->layout);
+        if (slot->policy != POLICY_SPARSE && n_bytes > 0 &&
+            n_bytes >= (size_t)args->view_bytes)
+            slot->policy = POLICY_VIEW;
         if (register_hook(state, self, i) != 0)
             goto done;
     }

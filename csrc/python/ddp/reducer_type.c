@@ -224,8 +224,8 @@ static PyObject *reducer_forward_ends(PyObject *object, PyObject *args)
             token =
                 pli_forwards_end(self, is_watched ? OUTPUTS_WATCHED : OUTPUTS_UNWATCHED,
                                  is_training ? MODE_TRAINING : MODE_EVALUATION);
-        else if (!is_watched)
-            pli_forwards_supersede(self);
+        else if (!is_watched) /* backwards of no known beginning are awaited no more */
+            self->forwards.n_over = self->forwards.n;
     }
     if (!pl_reducer_is_active(self->reducer))
         pli_comm_record_activity(self->comm, PL_IDLE,

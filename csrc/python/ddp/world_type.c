@@ -34,23 +34,19 @@ typedef struct world_arguments {
     pli_world_hosts by_host;
 } world_arguments;
 
-static size_t base_bytes(const world_arguments *arguments)
-{
-    return (size_t)arguments->arena_bytes +
-           (arguments->device != NULL ? pli_gpu_board_bytes(arguments->world_size) : 0);
-}
-
 static pl_status join_world(const module_state *state, const world_arguments *arguments,
                             const int *pids, const char *address, pl_comm **out)
 {
     pl_status st;
     const int has_hosts = arguments->by_host.n_hosts > 0;
     const size_t n_ops = (size_t)arguments->n_ops;
+    const size_t board_bytes =
+        arguments->device != NULL ? pli_gpu_board_bytes(arguments->world_size) : 0;
     const pli_shm_options options = {
         .rank = arguments->group_comm != NULL ? 0 : arguments->by_host.inner_rank,
         .world_size = arguments->group_comm != NULL ? 1 : arguments->by_host.inner_size,
         .first_rank = arguments->by_host.first_rank,
-        .arena_bytes = base_bytes(arguments),
+        .arena_bytes = (size_t)arguments->arena_bytes + board_bytes,
         .n_ops = has_hosts ? pli_hierarchy_inner_ops(n_ops) : n_ops,
         .pids = pids,
         .progress = state->progress,
