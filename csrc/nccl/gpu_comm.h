@@ -33,9 +33,9 @@
  * construction a helper thread (helper_thread.h) makes these calls, and tries all that
  * steps will do; in a step the watchdog aborts a call that does not return.
  *
- * Destroying a world waits for this device's part of finished steps, for up to half a
- * second while NCCL flushes, and for up to ten seconds for other work that touches the
- * memory (gpu_memory.h); never for a host.
+ * Destroying a world waits for this device's part of finished steps: for up to ten
+ * seconds per operation, for up to half a second while NCCL flushes, and for up to ten
+ * seconds for other work that touches the memory (gpu_memory.h); never for a host.
  */
 #ifndef PLI_GPU_COMM_H
 #define PLI_GPU_COMM_H

@@ -15,7 +15,7 @@
 #include "gpu_comm_state.h"
 
 enum {
-    DRAIN_MS = 10000, /* for the operations of finished steps */
+    DRAIN_MS = 10000, /* for each operation of finished steps */
     GONE_MS = 2000    /* for the part that a gone rank has done */
 };
 
@@ -45,11 +45,16 @@ pl_status pli_gpu_comm_check_means(pli_gpu_comm *self)
 int pli_gpu_comm_drain(pli_gpu_comm *self)
 {
     const uint64_t n_agreed = self->n_agreed;
-    pli_backoff waiting = pli_backoff_begin(DRAIN_MS * PLI_MS, NULL, NULL);
+    uint64_t n_awaited = 0;
+    pli_backoff waiting = {0};
     pli_inflight_op oldest = {.n = 0};
     while (pli_inflight_oldest(&self->inflight, &oldest) == PL_OK) {
         if (oldest.n == 0 || oldest.n > n_agreed)
             return 1;
+        /* Start the limit anew for each operation: a busy device may have many left. */
+        if (oldest.n != n_awaited)
+            waiting = pli_backoff_begin(DRAIN_MS * PLI_MS, NULL, NULL);
+        n_awaited = oldest.n;
         /* A group comm reports failed steps, but not ranks that are gone. */
         if ((!pli_comm_is_group_comm(self->super.base) &&
              pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK) ||

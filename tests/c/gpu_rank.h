@@ -106,12 +106,16 @@ typedef struct word_args {
     uint64_t word;
 } word_args;
 
+static atomic_int fill_ms; /* that the first parameter's takes */
+
 static inline void run_fill(void *const *args, const unsigned grid[3],
                             const unsigned threads[3])
 {
     const fill_args *it = args[0];
     (void)grid;
     (void)threads;
+    if (it->param == 0)
+        pli_sleep_ns(atomic_load(&fill_ms) * PLI_MS);
     fill_grads(it->model, it->step, it->rank, it->param, it->from, it->to, it->out);
 }
 

@@ -343,3 +343,21 @@ TEST(what_is_late_is_copied_behind_the_stream_that_made_it)
         run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
     }
 }
+
+/* ---- the end -------------------------------------------------------------------- */
+
+static void read_nothing(gpu_rank *self, const lesson *what)
+{
+    (void)what;
+    self->is_read = 0;
+}
+
+/* Of many steps, each of which takes the device seconds. */
+TEST(a_world_ends_behind_its_steps_however_much_the_device_has_left_to_do)
+{
+    lesson what = {
+        .it = model_of(6, 2, N_PARAMS), .train = read_nothing, .step = gpu_step};
+    atomic_store(&fill_ms, 1000);
+    run_lesson(&what, FAKE_LATE);
+    atomic_store(&fill_ms, 0);
+}
