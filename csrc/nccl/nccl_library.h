@@ -128,7 +128,7 @@ typedef struct pli_nccl_library {
     atomic_int n_users;
 } pli_nccl_library;
 
-/* `path`: a candidate of the caller's, or NULL.  Release *out with
+/* `path`: the caller's candidate, or NULL.  Release *out with
  * pli_nccl_library_release().  PL_EUNSUPPORTED if no library is found, or it is too
  * old; the message lists what was tried and what to do. */
 pl_status pli_nccl_library_open(const char *path, pli_nccl_library **out) PL_MUST_USE;

@@ -226,8 +226,8 @@ pl_status pl_reducer_complete(pl_reducer *reducer) PL_MUST_USE;
 /* Ends the step, and learns from it for the next one. */
 pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
 
-/* Fails the step on this rank, and so on all; `text` may be NULL.  Over a group comm, a
- * step of which nothing was issued is undone, as if it had not begun. */
+/* Fails the step on this rank, and so on all; `text` may be NULL.  Over a group comm,
+ * if the step has issued nothing yet, it is undone, as if it had not begun. */
 void pl_reducer_fail(pl_reducer *reducer, const char *text);
 
 /* Call before a step begins.  If a step has failed on another rank and this rank has

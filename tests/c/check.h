@@ -9,11 +9,10 @@
  *         CHECK_FAILS(pl_something(NULL), PL_EINVAL, "give a thing", "not NULL");
  *     }
  *
- * The tests of a program run in the order of its text, from the main() that this file
- * has; a program that defines CHECK_OWN_MAIN first writes its own and calls
- * check_run_tests() there.  A failed check is printed and counted, and the test goes
- * on; a check is true where it passed, so a test that cannot go on can return.  Any
- * thread may check.
+ * The main() of this file runs a program's tests in the order of its text; a program
+ * that defines CHECK_OWN_MAIN first has its own main(), which calls check_run_tests().
+ * A failed check is printed and counted, and the test goes on.  A check is true if it
+ * passed, so a test that cannot go on can return.  Any thread may check.
  */
 #ifndef PLT_CHECK_H
 #define PLT_CHECK_H
@@ -25,7 +24,7 @@
 
 #include "include/paceline.h"
 
-enum { CHECK_MAX_PRINTED = 10 }; /* of one test: a broken loop fails thousands */
+enum { CHECK_MAX_PRINTED = 10 }; /* per test: a broken loop fails thousands */
 
 typedef struct check_test {
     const char *name;
@@ -35,7 +34,7 @@ typedef struct check_test {
 
 static check_test *check_first;
 static check_test **check_end = &check_first;
-static atomic_int check_n_failures; /* in the test that runs */
+static atomic_int check_n_failures; /* in the current test */
 
 #define TEST(name)                                                                     \
     static void name(void);                                                            \
@@ -47,7 +46,7 @@ static atomic_int check_n_failures; /* in the test that runs */
     }                                                                                  \
     static void name(void)
 
-/* A test whose body has a parameter: the statement calls name##_by with one. */
+/* A test whose body has a parameter: the statement calls name##_by with an argument. */
 #define TEST_BY(name, parameter, statement)                                            \
     static void name##_by(parameter);                                                  \
     TEST(name)                                                                         \
@@ -66,7 +65,7 @@ static inline int check_that(int is_true, const char *words, const char *more,
     return 0;
 }
 
-/* More about a check that has just failed, as long as failures are printed. */
+/* Prints more about a check that has just failed, unless too many have. */
 #define CHECK_MORE(...)                                                                \
     do {                                                                               \
         if (atomic_load(&check_n_failures) <= CHECK_MAX_PRINTED) {                     \
@@ -84,8 +83,8 @@ static inline int check_ok(pl_status st, const char *words, const char *file, in
     return 0;
 }
 
-/* Whether a call has failed with a status and with a message that has all the words,
- * of which NULL is behind the last. */
+/* Whether a call has failed with this status, and with a message that has all the
+ * words; NULL ends their list. */
 static inline int check_fails(pl_status st, const char *call, const char *file,
                               int line, pl_status expected, ...)
 {
@@ -124,10 +123,10 @@ static inline int check_run_tests(void)
 #define CHECK(cond) check_that((cond) ? 1 : 0, #cond, " is false", __FILE__, __LINE__)
 #define CHECK_OK(status) check_ok((status), #status, __FILE__, __LINE__)
 
-/* A status, and words of the message. */
+/* Arguments: a status, and words of the message. */
 #define CHECK_FAILS(call, ...)                                                         \
     check_fails((call), #call, __FILE__, __LINE__, __VA_ARGS__, (const char *)NULL)
-/* The message of this thread's last failure has all these words. */
+/* Checks that the message of this thread's last failure has all these words. */
 #define CHECK_SAYS(...)                                                                \
     check_fails(PL_OK, "the last call", __FILE__, __LINE__, PL_OK, __VA_ARGS__,        \
                 (const char *)NULL)

@@ -1,6 +1,6 @@
-/* draw.h - numbers and rests drawn at random, the same in every run of a seed.
+/* draw.h - random numbers and pauses, the same in every run of a seed.
  *
- * Each thread and each process has a draw of its own.
+ * Each thread and each process has its own draw.
  */
 #ifndef PLT_DRAW_H
 #define PLT_DRAW_H
@@ -27,20 +27,20 @@ static inline uint64_t draw_u64(draw *it)
     return z ^ z >> 31;
 }
 
-/* One of 0 .. n - 1. */
+/* A number from 0 to n - 1. */
 static inline size_t draw_below(draw *it, size_t n)
 {
     return (size_t)(draw_u64(it) % n);
 }
 
-/* Rests for up to `most_ns`; three times out of four not at all. */
+/* Pauses for up to `most_ns`; three times out of four not at all. */
 static inline void draw_rest(draw *it, int64_t most_ns)
 {
     if (draw_below(it, 4) == 0)
         pli_sleep_ns((int64_t)draw_below(it, (size_t)most_ns));
 }
 
-/* Puts 0 .. n - 1 into `order`, in any order. */
+/* Puts 0 .. n - 1 into `order`, in random order. */
 static inline void draw_order(draw *it, uint32_t *order, size_t n)
 {
     for (size_t i = 0; i < n; i++) {

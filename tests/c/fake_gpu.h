@@ -64,7 +64,7 @@ static inline gpu gpu_open(uint64_t seed, fake_schedule schedule)
     return gpu_open_with(&options);
 }
 
-/* Nothing may have gone wrong, and nothing be left. */
+/* Checks that there was no error, and that nothing is left. */
 static inline void gpu_close(gpu *it)
 {
     CUcontext context = NULL;
@@ -90,7 +90,7 @@ static inline void gpu_close(gpu *it)
         gpu_close(&its);                                                               \
     })
 
-/* An error that the test has made; the words tell which. */
+/* Checks for an error that the test has caused; `words` are part of its text. */
 static inline void gpu_expect_error(const char *words)
 {
     const char *error = fake_error(0);
@@ -105,7 +105,7 @@ static inline CUresult gpu_add_one(const gpu *it, CUdeviceptr memory, CUstream s
     void *args[] = {&memory, &n};
     const CUresult result =
         cuLaunchKernel(it->add_one, 1, 1, 1, GPU_N, 1, 1, 0, stream, args, NULL);
-    memory = 0; /* the launch has its arguments */
+    memory = 0; /* the launch has copied its arguments */
     n = -1;
     return result;
 }
@@ -115,7 +115,7 @@ static inline CUresult gpu_zero(const gpu *it, CUstream stream)
     return cuMemsetD8Async(it->x, 0, GPU_BYTES, stream);
 }
 
-/* The last element behind all that the stream holds. */
+/* The last element, read after all work on the stream. */
 static inline float gpu_read(const gpu *it, CUstream stream)
 {
     float out[GPU_N] = {0};

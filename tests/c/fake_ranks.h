@@ -1,7 +1,7 @@
-/* fake_ranks.h - ranks over the fake of NCCL, for its own tests.
+/* fake_ranks.h - ranks over the fake of NCCL, for the fake's own tests.
  *
- * Each has a device, two streams and memory; driven by one thread, by one each, or by
- * one process each.
+ * Each rank has a device, two streams and memory.  One thread drives them all, or each
+ * has a thread, or a process.
  */
 #ifndef PLT_FAKE_RANKS_H
 #define PLT_FAKE_RANKS_H
@@ -28,7 +28,7 @@ static inline void *rank_memory(const rank *it)
     return (void *)(uintptr_t)it->memory;
 }
 
-/* All but the communicator. */
+/* Makes all but the communicator. */
 static inline rank rank_make(int me, int n_ranks, const ncclUniqueId *id)
 {
     rank it = {.rank = me, .n_ranks = n_ranks, .id = *id};
@@ -52,7 +52,7 @@ static inline void rank_leave(void)
     CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
 }
 
-/* Leaves the context of the rank before `it`, and enters its own. */
+/* Leaves the context of the rank before `it`, and enters that of `it`. */
 static inline rank *rank_turn(rank *it, const rank *first, const rank *end)
 {
     if (it > first)
@@ -62,7 +62,7 @@ static inline rank *rank_turn(rank *it, const rank *first, const rank *end)
     return it;
 }
 
-/* Each rank in its turn, in its own context; not to be left before its end. */
+/* Visits each rank in turn, in its own context; the body may not leave the loop. */
 #define EACH_RANK(it, ranks, n)                                                        \
     for (rank *it = rank_turn(ranks, ranks, (ranks) + (n)); it < (ranks) + (n);        \
          it = rank_turn(it + 1, ranks, (ranks) + (n)))
@@ -96,7 +96,7 @@ static inline fake_options ranks_options(uint64_t seed, fake_schedule schedule)
     return options;
 }
 
-/* Made by one thread, in a group. */
+/* Makes all ranks in one thread, in a group. */
 static inline void ranks_make(rank *ranks, int n, const fake_options *options)
 {
     ncclUniqueId id;
@@ -117,7 +117,7 @@ static inline void ranks_check_clean(void)
     CHECK(fake_pending() == 0);
 }
 
-/* What waits ends with garbage: it cannot be ended otherwise. */
+/* Aborts all: operations that wait end with garbage, for nothing else ends them. */
 static inline void ranks_abort(rank *ranks, int n)
 {
     for (int r = 0; r < n; r++)
@@ -137,7 +137,7 @@ static inline void ranks_end(rank *ranks, int n)
     ranks_check_clean();
 }
 
-/* A test with the ranks of a world, which end well; one thread plays them all. */
+/* A test with the ranks of a world, which end well; one thread drives them all. */
 #define RANKS_TEST(n, seed, schedule, name)                                            \
     TEST_BY(name, rank *ranks, {                                                       \
         rank its[MAX_RANKS];                                                           \
@@ -153,7 +153,7 @@ static inline int rank_value(const rank *it, int r, int i)
     return it->n_ranks * (r + 1 + i % 3);
 }
 
-/* Writes n elements on the stream; nothing is left to wait for on the host. */
+/* Writes n elements on the stream; the host has nothing to wait for afterwards. */
 static inline void rank_fill(const rank *it, pl_dtype dtype, int n, CUstream stream)
 {
     char bytes[RANK_BYTES * MAX_RANKS];
@@ -184,7 +184,7 @@ static inline int rank_wrong_means(const rank *it, CUstream stream)
     return n_wrong;
 }
 
-/* Of the first elements of its memory, in place, on the side stream. */
+/* Reduces the first elements of the rank's memory, in place, on the side stream. */
 static inline ncclResult_t rank_reduce(const rank *it, size_t n, ncclDataType_t dtype,
                                        ncclRedOp_t op)
 {
@@ -192,7 +192,7 @@ static inline ncclResult_t rank_reduce(const rank *it, size_t n, ncclDataType_t 
                          it->side);
 }
 
-/* Values from the compute stream are averaged on the side stream. */
+/* Writes values on the compute stream, and averages them on the side stream. */
 static inline ncclResult_t rank_average(const rank *it, int has_wait)
 {
     rank_fill(it, PL_F32, RANK_N, it->compute);

@@ -1,11 +1,11 @@
 /* gpu_rank.h - a rank with a fake device: its streams, kernels and memory.
  *
- * A rank has a main stream, whose turn it is outside backward, and others on which its
- * gradients are made, as torch's engine does it: they come behind the main stream when
- * a backward begins, and the main one behind them when it ends.  Gradients live in
- * memory that belongs to a stream, and that is used again as soon as it is freed, in
- * that stream's order: first of all to be spoilt.  Means are looked at by kernels of
- * the main stream.  So where any order is missing, a number is wrong.
+ * A rank has a main stream, for work outside backward, and others on which gradients
+ * are made, as torch's engine does it: they wait for the main stream when a backward
+ * begins, and the main stream waits for them when it ends.  Gradients live in memory
+ * that belongs to a stream.  Once freed, the memory is reused at once in that stream's
+ * order, and first overwritten with garbage.  Kernels of the main stream check the
+ * means.  So if any order is missing, a number is wrong.
  */
 #ifndef PLT_GPU_RANK_H
 #define PLT_GPU_RANK_H
@@ -18,13 +18,13 @@
 
 enum {
     GPU_STREAMS = 4,
-    GPU_BLOCKS = 4 * STEPS_MAX_PARAMS, /* of a stream */
+    GPU_BLOCKS = 4 * STEPS_MAX_PARAMS, /* per stream */
     GPU_BLOCK_BYTES = STEPS_MAX_ELEMS * 16,
     GPU_KEPT = 4,
     SPOILT = 0x5a,
 };
 
-/* Memory of one stream's: for one gradient. */
+/* Memory of one stream, for one gradient. */
 typedef struct block {
     CUdeviceptr at; /* 0: none */
     size_t stream;
@@ -43,7 +43,7 @@ typedef enum step_kernel {
     N_STEP_KERNELS
 } step_kernel;
 
-/* A gradient that somebody has kept. */
+/* A gradient to which the program has kept a view. */
 typedef struct kept_view {
     pli_window *window; /* NULL: nothing is kept */
     size_t param;
@@ -74,9 +74,9 @@ typedef struct gpu_rank {
     size_t n_dropped; /* buckets whose gradients are freed */
     int n_late;
     int n_renewed;
-    int has_failed;           /* the last step did */
+    int has_failed;           /* in the last step */
     unsigned percent_flushed; /* of what is held */
-    int is_joined; /* the main stream comes behind the others after a backward */
+    int is_joined; /* the main stream waits for the others after a backward */
     int is_read;   /* the host waits for the device in some steps */
 } gpu_rank;
 
@@ -119,7 +119,7 @@ static inline void run_fill(void *const *args, const unsigned grid[3],
     fill_grads(it->model, it->step, it->rank, it->param, it->from, it->to, it->out);
 }
 
-static atomic_int n_checked; /* times that it has run */
+static atomic_int n_checked; /* number of its runs */
 
 static inline void run_check(void *const *args, const unsigned grid[3],
                              const unsigned threads[3])
@@ -197,7 +197,7 @@ static inline void *block_memory(const block *it)
     return (void *)(uintptr_t)it->at; /* NOLINT(performance-no-int-to-ptr) */
 }
 
-/* Frees the gradients of those buckets that were posted meanwhile. */
+/* Frees the gradients of the buckets posted in the meantime. */
 static inline void drop_posted(gpu_rank *self)
 {
     const pl_plan *plan = pl_reducer_plan(self->reducer);
@@ -241,7 +241,7 @@ static inline pl_status gpu_rank_prepare(gpu_rank *self)
     return pl_reducer_prepare(self->reducer);
 }
 
-/* `base` is the GPU world's on success. */
+/* On success the GPU world owns `base`. */
 static inline int gpu_rank_create(const model *it, pl_comm *base,
                                   pli_nccl_library *nccl, draw *random, gpu_rank *self)
 {
@@ -285,7 +285,7 @@ static inline void forget_kept(kept_view *it)
 static inline void gpu_rank_destroy(gpu_rank *self)
 {
     CUcontext popped = NULL;
-    pl_reducer_destroy(self->reducer); /* while what it has enqueued is under way */
+    pl_reducer_destroy(self->reducer); /* while its operations are under way */
     pli_window_release(self->window);
     if (self->rank % 2 == 0) /* views may outlive the world */
         for (size_t k = 0; k < GPU_KEPT; k++)

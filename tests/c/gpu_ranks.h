@@ -1,14 +1,15 @@
-/* gpu_ranks.h - ranks as threads, each with a device of the fake's, in one GPU world.
+/* gpu_ranks.h - ranks as threads, each with a device of the fake, in one GPU world.
  *
  *     gpu_ranks all = gpu_ranks_of(world_size, seed, schedule);
  *     gpu_ranks_start(&all);            resets the fake
- *     gpu_ranks_run(&all, run);         a thread a rank: makes the world, run(), ends
- * it gpu_ranks_end(&all);              nothing may be left
+ *     gpu_ranks_run(&all, run);         in one thread per rank: makes the world, run(),
+ *                                       ends the world
+ *     gpu_ranks_end(&all);              nothing may be left
  */
 #ifndef PLT_GPU_RANKS_H
 #define PLT_GPU_RANKS_H
 
-#include "fake/fake.h" /* first: it renames functions of CUDA's, as cuda.h does */
+#include "fake/fake.h" /* first: it renames functions of CUDA, as cuda.h does */
 
 #include "backend/cuda.h"
 #include "core/alloc.h"
@@ -18,7 +19,7 @@
 
 enum { GPUS_HOST_BYTES = 4096, GPUS_BYTES = 1 << 16, GPUS_MOST = 4 };
 
-/* Of the worlds that are made from now on; 0: all ranks are on one. */
+/* Ranks per host in worlds made from now on; 0: all ranks are on one host. */
 static int gpu_ranks_per_host;
 
 typedef struct gpu_ranks {
@@ -31,7 +32,7 @@ typedef struct gpu_ranks {
     int has_watchdog;
     int is_shared; /* one device for all */
     int blocks;    /* PACELINE_NCCL_BLOCKING */
-    int may_keep;  /* what frees may have failed */
+    int may_keep;  /* frees may have failed */
     size_t device_bytes;
     pli_nccl_library *library;
     pli_watchdog *watchdog;
@@ -39,7 +40,7 @@ typedef struct gpu_ranks {
     void *context; /* the test's own */
 } gpu_ranks;
 
-/* One rank's end of it. */
+/* What one rank has. */
 typedef struct gpu_rank {
     gpu_ranks *all;
     int rank;
@@ -49,7 +50,7 @@ typedef struct gpu_rank {
     pl_stream *stream; /* the user's */
     pl_event *ready;
     pl_status made;
-    char words[2048]; /* why it could not */
+    char words[2048]; /* why it could not be made */
     void (*run)(struct gpu_rank *self);
 } gpu_rank;
 
@@ -82,14 +83,14 @@ static inline void gpu_ranks_no_errors(const gpu_ranks *all)
     fake_forget_errors();
 }
 
-/* The fake, and what the environment says to the library. */
+/* Resets the fake, and sets the library's environment. */
 static inline void gpu_ranks_reset(const gpu_ranks *all)
 {
     fake_reset(&all->fake);
     (void)setenv("PACELINE_NCCL_BLOCKING", all->blocks ? "1" : "0", 1);
 }
 
-/* Whether the ranks are on more hosts than one. */
+/* Whether the ranks are on several hosts. */
 static inline int gpu_ranks_are_apart(const gpu_ranks *all)
 {
     return all->per_host > 0 && all->world_size > all->per_host;
@@ -117,8 +118,8 @@ static inline int gpu_ranks_start(gpu_ranks *all)
     return gpu_ranks_make_bases(all);
 }
 
-/* Threads that nobody waits for, of communicators' ends and of calls that were given
- * up, come to their own. */
+/* Waits for detached threads, which end communicators or make calls that were given
+ * up. */
 static inline void gpu_ranks_await_threads(void)
 {
     for (int64_t ns = 0; ns < RANKS_DEADLINE_NS && fake_live(FAKE_CONTEXTS) > 0;
@@ -199,14 +200,14 @@ static inline void *gpu_ranks_thread(void *memory)
     self->made = gpu_open(self);
     if (self->made == PL_OK) {
         self->made = gpu_join(self);
-    } else { /* as a binding would: the others are not to wait */
+    } else { /* as a binding would: the others must not wait */
         pl_comm_abort(self->all->bases[self->rank], pl_error_message());
     }
     if (self->made == PL_OK)
         self->run(self);
     else
         (void)snprintf(self->words, sizeof self->words, "%s", pl_error_message());
-    /* The base is the world's, where there is one. */
+    /* The world owns the base, if there is a world. */
     pl_comm_destroy(self->comm != NULL ? self->comm : self->all->bases[self->rank]);
     gpu_close(self);
     return NULL;
@@ -235,7 +236,7 @@ static inline int gpu_ranks_run(gpu_ranks *all, void (*run)(gpu_rank *self),
     return n_failed;
 }
 
-/* The same, whole, for a world that must come to be. */
+/* Start, run and end, for a world that every rank must be able to make. */
 static inline void gpu_ranks_run_world(gpu_ranks *all, void (*run)(gpu_rank *self))
 {
     gpu_rank ranks[GPUS_MOST];
@@ -247,7 +248,7 @@ static inline void gpu_ranks_run_world(gpu_ranks *all, void (*run)(gpu_rank *sel
     gpu_ranks_end(all);
 }
 
-/* A test with ranks of one host, each on a host of its own, and two on each. */
+/* A test with all ranks on one host, with one on each host, and with two on each. */
 #define TEST_ON_HOSTS(name)                                                            \
     TEST_BY(name, void, {                                                              \
         for (gpu_ranks_per_host = 0; gpu_ranks_per_host <= 2; gpu_ranks_per_host++)    \
@@ -258,8 +259,8 @@ static inline void gpu_ranks_run_world(gpu_ranks *all, void (*run)(gpu_rank *sel
 enum { N_SCHEDULES = 3 };
 static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
 
-/* A test that each rank runs, in so many worlds; their size and schedule may follow
- * from their `seed`, which begins at 1. */
+/* A test that each rank runs, in n_worlds worlds.  Their size and schedule may depend
+ * on `seed`, which begins at 1. */
 #define GPU_WORLDS(n_worlds, world_size, schedule, run)                                \
     for (uint64_t seed = 1; seed <= (n_worlds); seed++) {                              \
         gpu_ranks all = gpu_ranks_of((int)(world_size), seed, schedule);               \
@@ -288,8 +289,7 @@ static inline int gpu_fill(gpu_rank *self, const pl_op *op, unsigned seed)
                                    n_bytes + 2 * OPS_GUARD_BYTES, self->stream));
 }
 
-/* How much of the operation's outcome what comes behind, on the user's stream, does not
- * see as it must be. */
+/* How much of the operation's result is wrong for later work on the user's stream. */
 static inline size_t gpu_n_wrong(gpu_rank *self, const pl_op *op, unsigned seed)
 {
     char range[GPUS_BYTES];
@@ -308,7 +308,7 @@ static inline void gpu_check(gpu_rank *self, const pl_op *op, unsigned seed)
         CHECK_MORE("seed %d", (int)self->all->seed);
 }
 
-/* Issues op behind what the user's stream holds. */
+/* Issues op after the work on the user's stream. */
 static inline pl_status gpu_issue_op(gpu_rank *self, const pl_op *op, pl_ticket *out)
 {
     pl_status st = PL_OK;
@@ -319,8 +319,8 @@ done:
     return st;
 }
 
-/* Whether what was enqueued is done, as somebody finds out who does not wait for it in
- * the driver: the user's stream comes behind the operations. */
+/* Whether enqueued operations finish, without a wait in the driver: the user's stream
+ * waits for them, and the host polls it. */
 static inline int gpu_await_stream(gpu_rank *self, int64_t most_ns)
 {
     const int64_t begin = pli_now_ns();
@@ -335,7 +335,7 @@ static inline int gpu_await_stream(gpu_rank *self, int64_t most_ns)
     return is_done;
 }
 
-/* A host operation, waited for: the ranks agree that the step is over. */
+/* Waits for a host operation: the ranks agree that the step is over. */
 static inline pl_status gpu_agree_on_end(gpu_rank *self)
 {
     pl_status st = PL_OK;
@@ -354,7 +354,7 @@ static const pl_op mean = {.kind = PL_ALL_REDUCE,
                            .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
                            .n_elems = 100};
 
-/* The host waits for the peers' hosts alone. */
+/* The host waits only for the peers' hosts. */
 static inline pl_status gpu_step(gpu_rank *self)
 {
     pl_status st = PL_OK;
@@ -365,7 +365,7 @@ done:
     return st;
 }
 
-/* Has the user's stream copy what the mean has become. */
+/* Copies the mean on the user's stream. */
 static inline pl_status gpu_copy_mean(gpu_rank *self, void *out)
 {
     const pl_move move = {.to = out,
@@ -395,13 +395,13 @@ static inline CUstream gpu_user_stream(const gpu_rank *self)
     return (CUstream)(void *)self->stream;
 }
 
-/* Captures a step as torch does it: in every thread, what is not allowed in a capture
- * is an error.  The caller has entered the backend; NULL where it failed. */
+/* Captures a step as torch does it: in every thread, calls that a capture forbids fail.
+ * The caller has entered the backend; NULL on failure. */
 static inline CUgraphExec gpu_capture_step(gpu_rank *self)
 {
     CUgraph graph = NULL;
     CUgraphExec exec = NULL;
-    /* What came before a capture is no part of it. */
+    /* Work before a capture is not part of it. */
     if (!CHECK(cuStreamBeginCapture(gpu_user_stream(self), 0) == 0) ||
         !CHECK_OK(pli_comm_order(self->comm, self->stream)) ||
         !CHECK_OK(gpu_step(self)))

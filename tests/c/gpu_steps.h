@@ -11,7 +11,7 @@ static inline void *gpu_slot(const gpu_rank *self, size_t i)
     return pli_comm_memory(self->comm, pl_reducer_slot_offset(self->reducer, i));
 }
 
-/* Stream `behind` comes behind stream `k`. */
+/* Makes stream `behind` wait for stream `k`. */
 static inline void stream_behind(const gpu_rank *self, size_t behind, size_t k)
 {
     if (behind == k)
@@ -20,7 +20,7 @@ static inline void stream_behind(const gpu_rank *self, size_t behind, size_t k)
     CHECK(cuStreamWaitEvent(self->streams[behind], self->event, 0) == 0);
 }
 
-/* All streams come behind the main one. */
+/* Makes all streams wait for the main one. */
 static inline void streams_behind(const gpu_rank *self)
 {
     for (size_t k = 1; k < self->n_streams; k++)
@@ -31,7 +31,7 @@ static inline void launch_fill(const gpu_rank *self, uint64_t step, size_t i,
                                const int range[2], size_t stream, void *out)
 {
     if (self->model->params[i].n_elems == 0)
-        return; /* a pointer to nothing, which torch gives no kernel either */
+        return; /* a NULL pointer, which torch gives no kernel either */
     fill_args args = {.model = self->model,
                       .step = step,
                       .rank = self->rank,
@@ -42,7 +42,7 @@ static inline void launch_fill(const gpu_rank *self, uint64_t step, size_t i,
     launch(self, KERNEL_FILL, stream, &args);
 }
 
-/* Whoever keeps views of the last step's means keeps their values. */
+/* Views of the last step's means that are kept must keep their values. */
 static inline pl_status gpu_refresh_window(gpu_rank *self)
 {
     pl_status st = PL_OK;
@@ -70,7 +70,7 @@ static inline pl_status gpu_begin(gpu_rank *self)
     return st == PL_OK ? gpu_refresh_window(self) : st;
 }
 
-/* What becomes of a gradient's memory. */
+/* Keeps a gradient's memory or gives it back, by the result. */
 static inline void account(gpu_rank *self, size_t i, block *data,
                            pl_ready_result result)
 {
@@ -80,7 +80,7 @@ static inline void account(gpu_rank *self, size_t i, block *data,
         self->late[i] = *data;
         break;
     case PL_DEFERRED:
-        give_block(self, &self->held[i]); /* which this one replaces */
+        give_block(self, &self->held[i]); /* this one replaces it */
         self->held[i] = *data;
         self->taken[i]++;
         break;
@@ -91,8 +91,8 @@ static inline void account(gpu_rank *self, size_t i, block *data,
     }
 }
 
-/* In even steps what comes again is added, in odd ones a new total replaces the old;
- * the first may be in the slot already. */
+/* In even steps further gradients are added; in odd ones a new total replaces the old.
+ * The first may be in the slot already. */
 static inline pl_status device_grad(gpu_rank *self, uint64_t step, size_t i, int k_grad)
 {
     pl_ready_result result = PL_LATE;
@@ -210,7 +210,7 @@ static inline pl_status gpu_finish(gpu_rank *self, uint64_t step)
     return st;
 }
 
-/* ---- what has come of it -------------------------------------------------------- */
+/* ---- results -------------------------------------------------------------------- */
 
 static inline void launch_check(const gpu_rank *self, const kept_view *view)
 {
@@ -223,7 +223,7 @@ static inline void launch_check(const gpu_rank *self, const kept_view *view)
     launch(self, KERNEL_CHECK, 0, &args);
 }
 
-/* Keeps a mean, or lets one go; those that are kept are what they were. */
+/* Keeps a view of a mean, or drops one; kept views must not have changed. */
 static inline void keep_views(gpu_rank *self, uint64_t step, int divisor)
 {
     kept_view *one = &self->kept[draw_below(self->random, GPU_KEPT)];
@@ -244,7 +244,7 @@ static inline void keep_views(gpu_rank *self, uint64_t step, int divisor)
                        .divisor = divisor};
 }
 
-/* After the step's means are in, and before its end. */
+/* Call when the step's means are in, before the step's end. */
 static inline void gpu_check(gpu_rank *self, uint64_t step, int divisor)
 {
     const model *it = self->model;
@@ -271,7 +271,7 @@ static inline int gpu_end(gpu_rank *self)
     return CHECK_OK(pl_reducer_end(self->reducer));
 }
 
-/* A whole step that nothing disturbs. */
+/* A whole step without a failure. */
 static inline int gpu_step(gpu_rank *self, uint64_t step)
 {
     if (!CHECK_OK(reducer_recover_through(self->reducer)) ||
@@ -286,7 +286,7 @@ static inline int gpu_step(gpu_rank *self, uint64_t step)
 
 /* ---- worlds --------------------------------------------------------------------- */
 
-/* What each rank of a world does, with its device: train(), or so many times step(). */
+/* What each rank of a world does with its device: train(), or n_steps times step(). */
 typedef struct lesson {
     model it;
     pli_nccl_library *nccl;
@@ -294,7 +294,7 @@ typedef struct lesson {
     void (*train)(gpu_rank *self, const struct lesson *what);
     int (*step)(gpu_rank *self, uint64_t step);
     uint64_t n_steps;
-    atomic_int n_late, n_renewed; /* of all ranks, when they are done */
+    atomic_int n_late, n_renewed; /* of all ranks, once they are done */
 } lesson;
 
 static inline void lesson_rank(rank_job *job)
@@ -316,8 +316,7 @@ static inline void lesson_rank(rank_job *job)
     free(self);
 }
 
-/* Runs it on a fake that is reset; make() makes the world that the GPUs' is built on.
- */
+/* Resets the fake, and runs the lesson.  make() makes the base of the GPU world. */
 static inline void lesson_run(lesson *what, fake_options options,
                               int (*make)(const model *it, size_t n_bytes,
                                           pl_comm **out))
@@ -340,7 +339,7 @@ static inline void lesson_run(lesson *what, fake_options options,
     if (!CHECK(fake_errors() == 0))
         for (int i = 0; fake_error(i) != NULL; i++)
             CHECK_MORE("seed %d: %s", (int)it->seed, fake_error(i));
-    /* A communicator whose operations a graph had may end in a thread of its own. */
+    /* A communicator whose operations a graph holds may end in a separate thread. */
     for (int i = 0; i < 5000 && fake_live_objects() > 0; i++)
         pli_sleep_ns(PLI_MS);
     if (!CHECK(fake_live_objects() == 0))

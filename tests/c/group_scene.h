@@ -1,10 +1,10 @@
 /* group_scene.h - a group of devices on the fake, beside a model of what it must do.
  *
- * Each member has an arena in device memory, and a mirror of it in the host's. Whatever
- * a test enqueues for the devices it does at once in the mirrors: at the end, when all
- * is executed, the two are equal, but for bytes that nobody knows (the gaps between
- * packed tensors).  A read copies a piece to the arena's tail, which nobody else
- * writes: so what was seen there, and when, is compared at the end too.
+ * Each member has an arena in device memory, and a mirror of it in host memory.  What a
+ * test enqueues on the devices, it does at once in the mirrors.  At the end, when all
+ * work is done, the two must be equal, except for undefined bytes (the gaps between
+ * packed tensors).  A read copies a piece to the arena's tail, which nothing else
+ * writes, so that the end also compares what each read saw.
  */
 #ifndef PLT_GROUP_SCENE_H
 #define PLT_GROUP_SCENE_H
@@ -22,11 +22,11 @@
 
 enum {
     SCENE_MOST = 4,    /* members */
-    SCENE_HALF = 2048, /* bytes; the lower half of member 0's is what it broadcasts */
+    SCENE_HALF = 2048, /* bytes; member 0 broadcasts its lower half */
     SCENE_ARENA = 2 * SCENE_HALF,
     SCENE_READS = 16 * SCENE_HALF,
     SCENE_RING = 4096,
-    SCENE_ROOM = 512, /* of each member */
+    SCENE_ROOM = 512, /* per member */
     SCENE_SUMS = 256,
 };
 
@@ -56,7 +56,7 @@ typedef struct scene {
     scene_member members[SCENE_MOST];
 } scene;
 
-/* How members are laid over devices. */
+/* How members are distributed over devices. */
 typedef enum scene_devices { SCENE_APART, SCENE_ONE, SCENE_PAIRS } scene_devices;
 
 typedef struct scene_options {
@@ -67,7 +67,7 @@ typedef struct scene_options {
     unsigned own_streams;             /* bits: members with a stream of their own */
     int peers;                        /* 0: none, 1: all, 2: all but devices 0 and 1 */
     size_t passed_bytes, shard_bytes; /* 0: the group's own */
-    int unshares;                     /* member 0's memory is not for others */
+    int unshares;                     /* member 0's memory is not shared */
 } scene_options;
 
 static inline size_t scene_below(scene *it, size_t n)
@@ -81,7 +81,7 @@ static inline void scene_enter(const scene_member *it, pli_cuda_scope *scope)
         exit(2);
 }
 
-/* ---- what is done to devices and mirrors ---------------------------------------- */
+/* ---- work on devices and mirrors ------------------------------------------------ */
 
 static inline void scene_write(scene *it, int member, size_t at, const void *bytes,
                                size_t n_bytes)
@@ -96,7 +96,7 @@ static inline void scene_write(scene *it, int member, size_t at, const void *byt
     memset(m->is_known + at, 1, n_bytes);
 }
 
-/* Any bytes. */
+/* Fills with random bytes. */
 static inline void scene_fill(scene *it, int member, size_t at, size_t n_bytes)
 {
     unsigned char bytes[SCENE_ARENA];
@@ -105,7 +105,7 @@ static inline void scene_fill(scene *it, int member, size_t at, size_t n_bytes)
     scene_write(it, member, at, bytes, n_bytes);
 }
 
-/* Numbers whose sums round, and are finite. */
+/* Fills with numbers whose sums round, and are finite. */
 static inline void scene_fill_floats(scene *it, int member, size_t at, pl_dtype dtype,
                                      size_t n_elems)
 {
@@ -136,7 +136,7 @@ static inline void scene_read(scene *it, int member, size_t at, size_t n_bytes)
     m->n_read += n_bytes;
 }
 
-/* In the mirrors alone. */
+/* Copies in the mirrors only. */
 static inline void scene_mirror_copy(scene *it, int target, size_t to, int source,
                                      size_t from, size_t n_bytes)
 {
@@ -151,8 +151,8 @@ static inline void *scene_at(const scene *it, int member, size_t at)
     return it->members[member].memory + at;
 }
 
-/* A member's stream writes over memory, for long: who allocates from a cache gets
- * memory whose last use is still in flight. */
+/* A member's stream writes over memory for a long time: an allocation from the cache
+ * then gets memory whose last use is still in flight. */
 static inline void scene_spoil(scene *it, int member, const void *memory,
                                size_t n_bytes)
 {
@@ -190,8 +190,8 @@ typedef struct scene_row {
     const void *memory;
 } scene_row;
 
-/* Rows, which streams have written, are added up; all streams come behind it.  Rooms
- * may have been used, too. */
+/* Adds up rows, which streams have written; all streams wait for the sum.  The group's
+ * rooms may have been used before. */
 static inline pl_status scene_sum(scene *it, const scene_row *rows, int n_rows,
                                   const pl_move *to)
 {
@@ -251,7 +251,7 @@ static inline int scene_open_member(scene_member *it, int device, int has_stream
     return 1;
 }
 
-/* All that a group needs; the group itself is made by the caller. */
+/* Makes all that a group needs; the caller makes the group itself. */
 static inline scene *scene_open_without_group(scene_options options)
 {
     scene *it = calloc(1, sizeof *it);
@@ -304,8 +304,7 @@ static inline scene *scene_open(scene_options options)
     return it;
 }
 
-/* Executes all: in any order that there may be, or what one member needs after the
- * other. */
+/* Executes all work: in any valid order, or member by member. */
 static inline void scene_execute(scene *it)
 {
     uint32_t order[SCENE_MOST];
@@ -319,7 +318,7 @@ static inline void scene_execute(scene *it)
     CHECK(fake_synchronize_all());
 }
 
-/* Compares what the devices have, when all is done, with the mirrors. */
+/* Compares the devices' memory, when all is done, with the mirrors. */
 static inline void scene_compare(scene *it)
 {
     scene_execute(it);
@@ -339,7 +338,7 @@ static inline void scene_compare(scene *it)
     fake_hide_memory();
 }
 
-/* When all is done, and is as in the mirrors. */
+/* Checks that all is done, and equals the mirrors; then frees all. */
 static inline void scene_close(scene *it)
 {
     pl_backend *const first = it->members[0].backend;

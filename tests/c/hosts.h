@@ -15,7 +15,7 @@ typedef struct hosts {
     int n_hosts;
     int n_ranks[HOSTS_MOST];
     int64_t deadline_ns;
-    int is_narrow; /* sockets hold little, so that messages are cut everywhere */
+    int is_narrow; /* sockets hold little, so that every message is split */
 } hosts;
 
 static inline int hosts_world_size(const hosts *it)
@@ -33,13 +33,13 @@ static inline void narrow(int fd)
     (void)setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &n_bytes, sizeof n_bytes);
 }
 
-/* fds[h]: what leader h has, PLI_N_LINK_STREAMS a host. */
+/* fds[h]: the sockets of leader h, PLI_N_LINK_STREAMS per host. */
 typedef int hosts_sockets[HOSTS_MOST][HOSTS_MOST * PLI_N_LINK_STREAMS];
 
 static inline int hosts_connect(const hosts *it, hosts_sockets fds)
 {
     struct rlimit files;
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0) { /* all hosts' are this process's */
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) { /* one process has those of all */
         files.rlim_cur = files.rlim_max;
         (void)setrlimit(RLIMIT_NOFILE, &files);
     }
@@ -98,7 +98,7 @@ static inline int hosts_create(const hosts *it, size_t arena_bytes, pl_comm **ou
         if (!CHECK_OK(local_create(it->n_ranks[h], arena_bytes,
                                    it->deadline_ns + 2000 * PLI_MS, inner)))
             return 0;
-        /* As a binding's host has it, all of whose ranks share one segment here. */
+        /* As on a host of a binding, whose ranks share one segment. */
         ((pli_shm_comm *)(void *)inner[0])->segment->first_rank = rank;
         for (int r = 0; r < it->n_ranks[h]; r++, rank++) {
             pl_comm *comm = NULL;
@@ -126,7 +126,7 @@ typedef struct verdicts {
     int went_on[PL_MAX_RANKS];
 } verdicts;
 
-/* All ranks go on or none does; where they do, all have the step or none has. */
+/* All ranks go on, or none; if they do, all have the step, or none. */
 static inline void verdicts_check(const verdicts *it, int world_size, int other)
 {
     for (int r = 0; r < world_size; r++) {

@@ -1,7 +1,7 @@
-/* kernel_driver.h - a table of driver functions that is just enough for kernels.c.
+/* kernel_driver.h - a table of driver functions, just enough for kernels.c.
  *
- * A launch runs the host build of its kernel at once.  What was asked is counted, and
- * what shall fail is ordered, in the one `driver_said` of the program.
+ * A launch runs the host build of its kernel at once.  The program's one `driver_said`
+ * counts the calls, and holds the failures that a test has ordered.
  */
 #ifndef PLT_KERNEL_DRIVER_H
 #define PLT_KERNEL_DRIVER_H
@@ -21,7 +21,7 @@ static struct {
     unsigned long long n_blocks; /* of all launches */
     unsigned n_spans;            /* of the last launch of many spans */
     char kernel[32];             /* of the last launch */
-    char image[64];              /* the beginning of the last one loaded */
+    char image[64];              /* beginning of the last loaded image */
     /* orders */
     int load_results[2]; /* of the first load, and of later ones */
     const char *missing; /* a kernel that no module has */

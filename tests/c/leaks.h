@@ -37,7 +37,7 @@ static inline int n_shared_mappings(void)
     return n_mappings_of("memfd:paceline");
 }
 
-/* Of a world of one rank, which is anonymous: the kernel has a name for that. */
+/* Mappings of worlds of one rank, which are anonymous: the kernel names them so. */
 static inline int n_lone_mappings(void)
 {
     return n_mappings_of("/dev/zero");

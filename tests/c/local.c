@@ -19,7 +19,7 @@ pl_status local_create(int world_size, size_t arena_bytes, int64_t deadline_ns,
     shared->fd = -1;
     PL_TRY(pli_segment_create(PLI_SEGMENT_FILE, world_size, arena_bytes, LOCAL_RING_OPS,
                               shared));
-    atomic_store(&shared->n_users, 1); /* this function's own share */
+    atomic_store(&shared->n_users, 1); /* this function's own reference */
     for (int r = 0; r < world_size; r++) {
         PL_TRY(pli_shm_comm_create(&(pli_shm_comm_options){.segment = shared,
                                                            .rank = r,

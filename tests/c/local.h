@@ -4,8 +4,8 @@
 
 #include "comm/comm.h"
 
-/* Makes a world of `world_size` ranks in one process; out[r] is for the thread
- * that is rank r to use and to destroy.  The last one destroyed frees the rest. */
+/* Makes a world of `world_size` ranks in one process.  The thread of rank r uses and
+ * destroys out[r].  Destroying the last one frees the rest. */
 pl_status local_create(int world_size, size_t arena_bytes, int64_t deadline_ns,
                        pl_comm **out) PL_MUST_USE;
 

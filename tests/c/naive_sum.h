@@ -1,9 +1,9 @@
 /* naive_sum.h - reductions as a test would have them: slow, plain, and independent.
  *
  * One element at a time, in rank order.  16-bit floats are rounded by arithmetic on
- * doubles, where the library shifts bits: the two share no idea.
- * Inputs are drawn so that overflow, NaN, denormals and ties all occur, the same in
- * every run; not for several threads.
+ * doubles, where the library shifts bits: the two share no method.  Random inputs
+ * include overflow, NaN, denormals and ties, and are the same in every run; not for
+ * several threads.
  */
 #ifndef PLT_NAIVE_SUM_H
 #define PLT_NAIVE_SUM_H
@@ -64,8 +64,8 @@ static inline float naive_half(const void *p, pl_dtype dtype)
     return (float)naive_decode(bits, n_frac_of(dtype), e_min_of(dtype));
 }
 
-/* The least k of which 2^k is n or more: inputs of a mean are first divided by 2^k, so
- * that a mean of finite numbers is finite, and their sum by what is left of n. */
+/* The least k for which 2^k >= n: inputs of a mean are first divided by 2^k, so that a
+ * mean of finite numbers is finite, and their sum by n / 2^k. */
 static inline int naive_halvings(int n)
 {
     int k = 0;
@@ -115,7 +115,7 @@ static inline void naive_doubles(const unsigned char *const *in, int n_in, size_
     memcpy(out + at, &sum, sizeof sum);
 }
 
-/* The integer at p, extended by its sign where it has one. */
+/* The integer at p, sign-extended if its type is signed. */
 static inline int64_t naive_integer(const unsigned char *p, pl_dtype dtype)
 {
     int8_t i8 = 0;
@@ -170,7 +170,7 @@ static inline void naive_reduce(const unsigned char *const *in, int n_in,
     }
 }
 
-/* ---- inputs and outcomes -------------------------------------------------------- */
+/* ---- inputs and results --------------------------------------------------------- */
 
 static uint64_t random_state = 88172645463325252u;
 
@@ -182,7 +182,7 @@ static inline uint64_t random_u64(void)
     return random_state * 2685821657736338717u;
 }
 
-/* The bits of a special: zeros, infinities, NaNs, extremes, denormals, ties. */
+/* The bits of a special value: zeros, infinities, NaNs, extremes, denormals, ties. */
 static inline uint64_t special_bits(pl_dtype dtype)
 {
     static const uint16_t half[] = {0x0000, 0x8000, 0x0001, 0x8001, 0x03ff, 0x0400,
@@ -206,7 +206,7 @@ static inline uint64_t special_bits(pl_dtype dtype)
     return f64_bits;
 }
 
-/* The bits of a number between -8 and 8, which sums round but do not overflow. */
+/* The bits of a number between -8 and 8: sums round, but do not overflow. */
 static inline uint64_t modest_bits(pl_dtype dtype)
 {
     const double d = ldexp((double)(int32_t)random_u64(), -28);
@@ -228,7 +228,7 @@ static inline uint64_t modest_bits(pl_dtype dtype)
     }
 }
 
-/* Fills with modest numbers, and one in eight times with specials or raw bits. */
+/* Fills with modest numbers, and one time in eight with specials or raw bits. */
 static inline void naive_fill(unsigned char *data, size_t n_bytes, pl_dtype dtype)
 {
     const pl_dtype part = value_part(dtype);

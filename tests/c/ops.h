@@ -1,8 +1,8 @@
-/* ops.h - one operation on arenas of known values: fill, and say what must be there.
+/* ops.h - one operation on arenas of known values: fills them, and checks the result.
  *
- * Rank r's part i holds a small integer that its rank, its place and a seed give, so
- * every rank knows what all others had.  Values are multiples of the world size: the
- * mean is exact too.
+ * Part i of rank r holds a small integer that depends on rank, place and seed, so every
+ * rank can compute the values of all others.  Values are multiples of the world size,
+ * so that the mean is exact too.
  */
 #ifndef PLT_OPS_H
 #define PLT_OPS_H
@@ -38,7 +38,7 @@ static inline int ops_reduced(const pl_op *op, unsigned seed, int world_size, si
     return op->reduction == PL_MEAN ? sum / world_size : sum;
 }
 
-/* What rank `rank` must hold in part i once the operation is done. */
+/* The value that rank `rank` must hold in part i after the operation. */
 static inline int ops_expected(const pl_op *op, unsigned seed, int world_size, int rank,
                                size_t i)
 {
@@ -74,7 +74,7 @@ static inline void ops_put(const pl_comm *comm, const pl_op *op, unsigned seed,
                   ops_value(op, seed, comm->world_size, comm->rank, i));
 }
 
-/* How much of the operation's outcome, and of the guards, is not what it must be. */
+/* How much of the operation's result, and of the guards, is wrong. */
 static inline size_t ops_n_wrong(const pl_comm *comm, const pl_op *op, unsigned seed,
                                  const char *range)
 {
@@ -112,7 +112,7 @@ static inline void ops_check(pl_comm *comm, const pl_op *op, unsigned seed)
         (void)ops_are_right(comm, op, ops_n_wrong(comm, op, seed, range));
 }
 
-/* Fills, does the operation, and checks what has come of it. */
+/* Fills, does the operation, and checks the result. */
 static inline pl_status ops_run(pl_comm *comm, const pl_op *op, unsigned seed)
 {
     ops_fill(comm, op, seed);
@@ -122,7 +122,7 @@ static inline pl_status ops_run(pl_comm *comm, const pl_op *op, unsigned seed)
     return st;
 }
 
-/* Whether the reduction is one of the dtype's. */
+/* Whether the dtype has this reduction. */
 static inline int ops_is_allowed(pl_dtype dtype, pl_reduction reduction)
 {
     if (reduction == PL_SUM)
@@ -135,7 +135,7 @@ static inline int ops_reduces(pl_op_kind kind)
     return kind == PL_ALL_REDUCE || kind == PL_REDUCE;
 }
 
-/* Bytes of an arena that holds such a range and its guards. */
+/* Bytes of an arena for such a range and its guards. */
 static inline size_t ops_arena_bytes(size_t n_elems)
 {
     return n_elems * 16 + 4 * (size_t)OPS_GUARD_BYTES;

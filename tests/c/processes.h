@@ -3,8 +3,8 @@
  *     parent:  board_create ... processes_start ... (kills, stops) ... processes_end
  *     child:   child_join ... operations ... child_report
  *
- * The parent stays a single thread, and so does each child.  A child ends by exit(),
- * so that a leak checker has its say, and by its own alarm at the latest.
+ * The parent stays a single thread, and so does each child.  A child ends by exit(), so
+ * that a leak checker can report, or at the latest by its own alarm.
  */
 #ifndef PLT_PROCESSES_H
 #define PLT_PROCESSES_H
@@ -22,7 +22,7 @@
 
 enum { PROCESSES_MAX = 256, PROCESSES_ALARM_S = 40 };
 
-/* What a rank tells of its end. */
+/* A rank's report of its end. */
 typedef struct report {
     pl_status status;
     int64_t at_ns;
@@ -40,9 +40,9 @@ typedef struct board {
     int pids[PL_MAX_RANKS];
     char address[PLI_ADDRESS_BYTES];
     atomic_int is_listening; /* rank 0 has written its address */
-    atomic_int is_started;   /* the parent has seen it: construction may begin */
-    atomic_int is_stopped;   /* the parent wants the ranks to come to an end */
-    atomic_int note;         /* for a test's own use */
+    atomic_int is_started;   /* set by the parent: construction may begin */
+    atomic_int is_stopped;   /* set by the parent: the ranks must end */
+    atomic_int note;         /* for the test */
     report reports[PROCESSES_MAX];
 } board;
 
@@ -80,7 +80,7 @@ static inline void await_flag(const atomic_int *flag)
     int64_t sleep_ns = 100000;
     while (atomic_load(flag) == 0) {
         pli_sleep_ns(sleep_ns);
-        sleep_ns += sleep_ns < 10 * PLI_MS ? sleep_ns / 8 : 0; /* they may be many */
+        sleep_ns += sleep_ns < 10 * PLI_MS ? sleep_ns / 8 : 0; /* ranks may be many */
     }
 }
 
@@ -114,7 +114,7 @@ static inline pl_status child_join(child *self)
     return st;
 }
 
-/* One exact all-reduce, its n-th. */
+/* The child's n-th all-reduce, which is exact. */
 static inline pl_status child_reduce(child *self, unsigned n)
 {
     const pl_op op = {.reduction = PL_MEAN,
@@ -127,7 +127,7 @@ static inline pl_status child_reduce(child *self, unsigned n)
     return st;
 }
 
-/* Destroys the world: then nothing of it may be left. */
+/* Destroys the world, and checks that nothing of it is left. */
 static inline void child_leave(child *self)
 {
     pl_comm_destroy(self->comm);
@@ -158,7 +158,7 @@ static inline void child_main(board *all, int rank, child_fn run)
 
 /* ---- in the parent -------------------------------------------------------------- */
 
-/* Forks one process a rank; the construction begins when this returns. */
+/* Forks one process per rank; the ranks construct their world after this returns. */
 static inline void processes_start(board *all, child_fn run)
 {
     (void)fflush(NULL);
@@ -201,7 +201,7 @@ static inline void processes_await_world(const board *all)
         await_flag(&all->reports[r].is_joined);
 }
 
-/* Kills or stops `culprit`, has the others report, and ends all; returns when. */
+/* Kills or stops `culprit`, awaits the others' reports, and ends all; returns when. */
 static inline int64_t processes_lose(board *all, int culprit, int signal)
 {
     const int64_t begin = pli_now_ns();
@@ -215,7 +215,7 @@ static inline int64_t processes_lose(board *all, int culprit, int signal)
     return begin;
 }
 
-/* Holds the reports of all but `culprit` to the status and its name. */
+/* Checks the reports of all ranks but `culprit`: the status, and the culprit's name. */
 static inline void processes_blame(const board *all, int culprit, pl_status expected,
                                    int64_t since_ns, int64_t most_ns)
 {

@@ -1,4 +1,4 @@
-/* ranks.h - ranks as threads: start them, wait as a binding would, take them down. */
+/* ranks.h - ranks as threads: starts them, waits as a binding would, and ends them. */
 #ifndef PLT_RANKS_H
 #define PLT_RANKS_H
 
@@ -14,9 +14,9 @@
 #include "local.h"
 
 #define RANKS_SLICE_NS (50 * PLI_MS)
-#define RANKS_DEADLINE_NS (30000 * PLI_MS) /* no test means to reach it */
+#define RANKS_DEADLINE_NS (30000 * PLI_MS) /* no test should reach it */
 
-/* How many times as long as without a sanitizer a test may need. */
+/* How many times as long a test may take as without a sanitizer. */
 #if defined(__SANITIZE_THREAD__)
 enum { IS_SANITIZED = 1, TIMES_AS_LONG = 8 };
 #elif defined(__SANITIZE_ADDRESS__)
@@ -41,7 +41,7 @@ static inline void *ranks_thread(void *memory)
     return NULL;
 }
 
-/* Runs `run` on one thread a rank, to the end of all. */
+/* Calls `run` in one thread per rank, and waits for all. */
 static inline void ranks_run(int world_size, pl_comm *const *comms,
                              void (*run)(rank_job *job), void *context, uint64_t seed)
 {
@@ -74,7 +74,7 @@ static inline void ranks_run_world(int world_size, size_t arena_bytes,
         pl_comm_destroy(comms[r]);
 }
 
-/* Runs a test on one thread, which plays all ranks of a world. */
+/* Runs a test in one thread, which drives all ranks of a world. */
 static inline void ranks_play(int world_size, int64_t deadline_ns,
                               void (*run)(pl_comm **comms))
 {
@@ -96,7 +96,7 @@ static inline pl_status wait_through(pl_comm *comm, pl_ticket ticket)
     return st;
 }
 
-/* Issues an operation, and waits for its end. */
+/* Issues an operation, and waits for it. */
 static inline pl_status do_op(pl_comm *comm, const pl_op *op)
 {
     pl_ticket ticket = 0;
@@ -112,14 +112,14 @@ static inline pl_status recover_through(pl_comm *comm, pl_recovery *out)
     return st;
 }
 
-/* Whether the words of this thread's last failure contain `words`. */
+/* Whether the message of this thread's last failure contains `words`. */
 static inline int error_has(const char *words)
 {
     return strstr(pl_error_message(), words) != NULL;
 }
 
-/* Whether a message blames rank `rank`, as told to rank `me` ("rank 0: rank 1 died");
- * "rank 1" is not "rank 12". */
+/* Whether rank `me`'s message blames rank `rank` ("rank 0: rank 1 died"); "rank 1" is
+ * not "rank 12". */
 static inline int blames(const char *message, int me, int rank)
 {
     char name[32];

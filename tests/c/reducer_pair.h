@@ -1,5 +1,5 @@
-/* reducer_pair.h - two ranks with a reducer each, both of them played by one thread, so
- * that everything happens in the order in which a test has it. */
+/* reducer_pair.h - two ranks with a reducer each.  One thread drives both, so that each
+ * test chooses the order of all that happens. */
 #ifndef PLT_REDUCER_PAIR_H
 #define PLT_REDUCER_PAIR_H
 
@@ -66,7 +66,7 @@ static inline void end_both(const pair *it)
         CHECK_OK(pl_reducer_end(it->reducers[r]));
 }
 
-/* After rank 0 has failed, and rank 1 was told. */
+/* Call when rank 0 has failed, and rank 1 has reported it. */
 static inline void recover_both(const pair *it)
 {
     CHECK(pl_reducer_recover(it->reducers[0], 0) == PL_EAGAIN);

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs every C test program of the given folders, JOBS of them side by side (twice as
-# many as there are cores): most of them wait as much as they compute.  A program passes when it
-# exits with 0 in time; what it prints comes whole, when it has ended.  The last line
-# counts them; the exit status is 1 when one failed or there was none.  EMULATOR is the
-# command that runs programs of another machine; SKIPPED has names of programs.
+# Runs every C test program of the given folders, JOBS at a time (twice the number of
+# cores): most of them wait as much as they compute.  A program passes if it exits with 0
+# in time; its output is printed whole, after it has ended.  The last line counts the
+# programs; the exit status is 1 if one failed or none was found.  EMULATOR is the command
+# that runs programs of another machine; SKIPPED has names of programs.
 set -uo pipefail
 
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1:detect_stack_use_after_return=1}
@@ -21,7 +21,7 @@ list_programs() {
     done
 }
 
-# Prints one program's output, and a line of its own that says how it ended.
+# Prints one program's output, and a line with its result.
 run_program() {
     local printed status seconds=$SECONDS
     # shellcheck disable=SC2086  # an emulator has arguments

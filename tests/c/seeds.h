@@ -1,8 +1,8 @@
-/* seeds.h - which seeds a test of random programs draws from:
+/* seeds.h - the seeds from which a test of random programs draws:
  *
  *     test_x [seeds [first seed]]
  *
- * runs more of them than the usual few, or others.
+ * runs more seeds than the usual few, or different ones.
  */
 #ifndef TEST_SEEDS_H
 #define TEST_SEEDS_H
@@ -13,7 +13,7 @@
 #include "check.h"
 
 typedef struct seeds {
-    uint64_t n, first, last; /* `last` is among them */
+    uint64_t n, first, last; /* `last` is included */
 } seeds;
 
 static inline seeds seeds_of(uint64_t usual)

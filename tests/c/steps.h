@@ -1,8 +1,8 @@
-/* steps.h - training steps of a made-up model, of which every rank knows all.
+/* steps.h - training steps of a made-up model, which every rank can compute in full.
  *
- * Which parameter gets how many gradients, on which rank, with which values: all is
- * drawn from (seed, step, rank, parameter), so each rank can tell the exact means.
- * Values are multiples of the world size, or of another unit.
+ * The number of gradients of each parameter, on each rank, and their values are drawn
+ * from (seed, step, rank, parameter), so each rank can compute the exact means.  Values
+ * are multiples of the world size, or of another unit.
  */
 #ifndef PLT_STEPS_H
 #define PLT_STEPS_H
@@ -21,11 +21,11 @@ typedef struct model {
     size_t n_params;
     pl_param params[STEPS_MAX_PARAMS];
     pl_plan_caps caps;
-    unsigned percent_unused; /* of parameters, each rank and step for itself */
+    unsigned percent_unused; /* of parameters, per rank and step */
     unsigned percent_twice;
     unsigned percent_held;
     int unit;
-    uint64_t n_batches[PL_MAX_RANKS]; /* steps that a rank has gradients for; 0: all */
+    uint64_t n_batches[PL_MAX_RANKS]; /* steps for which a rank has gradients; 0: all */
     int64_t rest_ns;                  /* the longest pause between gradients; 0: none */
 } model;
 
@@ -55,7 +55,7 @@ static inline pl_reducer_spec spec_of(const model *it)
                              .caps = it->caps};
 }
 
-/* Runs the model's ranks, as threads of one world. */
+/* Runs the model's ranks as threads of one world. */
 static inline void run_model(const model *it, void (*run)(rank_job *job), void *context)
 {
     const pl_reducer_spec spec = spec_of(it);
@@ -63,7 +63,7 @@ static inline void run_model(const model *it, void (*run)(rank_job *job), void *
                     it->seed);
 }
 
-/* ---- what is drawn -------------------------------------------------------------- */
+/* ---- random choices ------------------------------------------------------------- */
 
 static inline unsigned step_percent(const model *it, uint64_t step, int rank, size_t i,
                                     unsigned salt)
@@ -73,9 +73,9 @@ static inline unsigned step_percent(const model *it, uint64_t step, int rank, si
     return (unsigned)draw_below(&random, 100);
 }
 
-/* Which rank fails in a step, and where in its backward. */
+/* The rank that fails in a step, and the point of its backward where it does. */
 typedef struct accident {
-    int culprit; /* -1: nothing happens in this step */
+    int culprit; /* -1: no rank fails in this step */
     size_t after_params;
     char words[48];
 } accident;
@@ -178,7 +178,7 @@ static inline pl_status reducer_recover_through(pl_reducer *reducer)
     return st;
 }
 
-/* Holds back the buckets of what is held in this step. */
+/* Holds back the buckets of this step's held parameters. */
 static inline void defer_held(const model *it, uint64_t step, int rank,
                               pl_reducer *reducer)
 {
@@ -187,7 +187,7 @@ static inline void defer_held(const model *it, uint64_t step, int rank,
             pl_reducer_defer_bucket(reducer, i);
 }
 
-/* Says what has no gradient on this rank, and that no more will come. */
+/* Marks the parameters that have no gradient on this rank, and closes the step. */
 static inline pl_status close_step(const model *it, uint64_t step, int rank,
                                    pl_reducer *reducer)
 {
@@ -198,7 +198,7 @@ static inline pl_status close_step(const model *it, uint64_t step, int rank,
     return st == PL_OK ? pl_reducer_close(reducer) : st;
 }
 
-/* Holds what is at `at` to the ranks' sum over `divisor`. */
+/* Checks that the memory at `at` holds the ranks' sum divided by `divisor`. */
 static inline void check_mean(const model *it, uint64_t step, int rank, size_t i,
                               const void *at, int divisor)
 {
@@ -214,7 +214,7 @@ static inline void check_mean(const model *it, uint64_t step, int rank, size_t i
                    pl_dtype_text(dtype), n_wrong, param_parts(it, i));
 }
 
-/* Holds a step's end to the accident of another rank. */
+/* Checks a step's end after the accident of another rank. */
 static inline void check_accident(const accident *what, int rank, pl_status st)
 {
     if (!CHECK(st == PL_EPEER && blames(pl_error_message(), rank, what->culprit) &&
@@ -222,7 +222,7 @@ static inline void check_accident(const accident *what, int rank, pl_status st)
         CHECK_MORE("%s: %s", pl_status_text(st), pl_error_message());
 }
 
-/* ---- a step, in memory of the host ---------------------------------------------- */
+/* ---- a step, in host memory ----------------------------------------------------- */
 
 typedef struct trainer {
     const model *model;
@@ -282,7 +282,7 @@ static inline pl_status trainer_grad(trainer *self, uint64_t step, size_t i, int
     return PL_OK;
 }
 
-/* Fires come in any order of parameters, the first of each before the second of any. */
+/* Fires parameters in any order, the first gradient of each before a second of any. */
 static inline pl_status trainer_backward(trainer *self, uint64_t step, size_t n_params)
 {
     const model *it = self->model;
@@ -304,8 +304,8 @@ static inline pl_status trainer_backward(trainer *self, uint64_t step, size_t n_
     return PL_OK;
 }
 
-/* Every other step adds what came late in its second all-reduce, the rest replace by
- * new totals. */
+/* Every other step adds late gradients in the second all-reduce; the others write new
+ * totals. */
 static inline pl_status trainer_amend(trainer *self, uint64_t step)
 {
     const model *it = self->model;
@@ -343,7 +343,7 @@ static inline pl_status trainer_finish(trainer *self, uint64_t step)
     return trainer_finish_with_extra(self, step);
 }
 
-/* After the step's means are in, and before its end. */
+/* Call when the step's means are in, before the step's end. */
 static inline void trainer_check(trainer *self, uint64_t step)
 {
     const model *it = self->model;
@@ -360,7 +360,7 @@ static inline void trainer_check(trainer *self, uint64_t step)
     }
 }
 
-/* A whole step that nothing disturbs. */
+/* A whole step without a failure. */
 static inline int trainer_step(trainer *self, uint64_t step)
 {
     if (!CHECK_OK(reducer_recover_through(self->reducer)) ||

@@ -1,13 +1,12 @@
 /* test_broadcast_many.c - ranges of any sizes reach every rank, in loads of the arena's
- * size, on the CPU and on a device.
- */
+ * size, on the CPU and on a device. */
 #include "comm/broadcast_many.h"
 
 #include "gpu_ranks.h"
 
 enum { MOST_RANGES = 9, MOST_BYTES = 3000, GUARD = 0x5a };
 
-/* What every rank draws alike: how many ranges, and their sizes. */
+/* Drawn the same on every rank: the number of ranges, and their sizes. */
 typedef struct shapes {
     size_t n;
     size_t n_bytes[MOST_RANGES];

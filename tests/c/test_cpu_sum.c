@@ -1,8 +1,7 @@
 /* test_cpu_sum.c - every table against a naive reference, bit for bit.
  *
- * The reference and the inputs are naive_sum.h's.  Ranges have guards, inputs that
- * are not outputs must stay as they were, and two NaNs are equal, whatever their
- * payload.
+ * The reference and the inputs are those of naive_sum.h.  Ranges have guards, inputs
+ * that are not outputs must not change, and two NaNs are equal, whatever their payload.
  */
 #include <float.h>
 #include <math.h>
@@ -43,7 +42,7 @@ static void ranges_destroy(range *ranges, int n)
         free(ranges[i].memory);
 }
 
-/* Guards all round `n_bytes` of data, `shift` bytes from an aligned address. */
+/* Puts guards around `n_bytes` of data, `shift` bytes from an aligned address. */
 static void range_guard(range *it, size_t shift, size_t n_bytes)
 {
     const size_t before = 64 + shift;
@@ -66,16 +65,16 @@ static int range_is_guarded(const range *it, size_t n_bytes)
 /* ---- one reduction -------------------------------------------------------------- */
 
 typedef enum placement {
-    APART,       /* one output, apart from the inputs */
-    APART_TWICE, /* two such */
+    APART,       /* one output, separate from the inputs */
+    APART_TWICE, /* two of these */
     IN_PLACE,    /* every input is an output */
-    IN_LAST,     /* the last input is the first output; the second is apart */
+    IN_LAST,     /* the last input is the first output; the second is separate */
     N_PLACEMENTS
 } placement;
 
 typedef struct bench {
     range in[PL_MAX_RANKS];
-    range kept[PL_MAX_RANKS]; /* what the inputs were */
+    range kept[PL_MAX_RANKS]; /* copies of the inputs */
     range apart[2];
     range expected;
 } bench;
@@ -106,7 +105,7 @@ static void bench_destroy(bench *b)
     ranges_destroy(&b->expected, 1);
 }
 
-/* Draws the inputs, and computes what is expected of them. */
+/* Draws the inputs, and computes the expected results. */
 static void bench_draw(bench *b, pl_dtype dtype, pl_reduction reduction, int n_in,
                        size_t n_elems)
 {
@@ -119,7 +118,7 @@ static void bench_draw(bench *b, pl_dtype dtype, pl_reduction reduction, int n_i
     naive_reduce(in, n_in, n_bytes, dtype, reduction, b->expected.data);
 }
 
-/* Fills out[], and returns how many there are. */
+/* Fills out[], and returns the number of outputs. */
 static int place_outputs(bench *b, const trial *t, void **out)
 {
     switch (t->placement) {
@@ -178,7 +177,7 @@ static void run_trial(bench *b, const trial *t)
             t->n_in, t->n_elems, (int)t->placement, t->shift);
 }
 
-/* Every table and placement, aligned and not, on inputs that are drawn once. */
+/* Runs every table and placement, aligned and not, on inputs drawn once. */
 static void run_trials(bench *b, trial t)
 {
     static const size_t shifts[] = {0, 1, 7};
@@ -278,8 +277,8 @@ TEST(every_16_bit_float_widens_and_rounds_back_to_itself)
     }
 }
 
-/* One number and its neighbourhood of half a last place, on either side: each of the
- * 65536 values plus three small ones, so that ties and near ties meet every digit. */
+/* Each of the 65536 values plus three small ones of up to half a last place on either
+ * side, so that ties and near ties meet every digit. */
 static void check_halves_round(bench *b, pl_dtype dtype, pl_reduction reduction)
 {
     const size_t n_elems = 4096;
@@ -330,7 +329,7 @@ typedef struct example {
     uint16_t out;
 } example;
 
-/* Worked out by hand, so that the reference is not its own judge. */
+/* Computed by hand, independently of the reference. */
 TEST(known_sums_of_16_bit_floats_come_out)
 {
     static const example examples[] = {
@@ -339,7 +338,7 @@ TEST(known_sums_of_16_bit_floats_come_out)
         {PL_F16, PL_SUM, {0x3c00, 0x1001}, 0x3c01}, /* just above the tie */
         {PL_F16, PL_SUM, {0x7bff, 0x4c00}, 0x7c00}, /* 65504 + 16 is infinite */
         {PL_F16, PL_SUM, {0x7bff, 0x4bff}, 0x7bff}, /* 65504 + 15.99 is not */
-        {PL_F16, PL_SUM, {0xfbff, 0xcc00}, 0xfc00}, /* nor is its negative finite */
+        {PL_F16, PL_SUM, {0xfbff, 0xcc00}, 0xfc00}, /* the same for its negative */
         {PL_F16, PL_SUM, {0x0001, 0x0001}, 0x0002}, /* denormals add exactly */
         {PL_F16, PL_SUM, {0x03ff, 0x0001}, 0x0400}, /* up to the least normal */
         {PL_F16, PL_SUM, {0x8000, 0x8000}, 0x8000}, /* -0 + -0 */
@@ -352,7 +351,7 @@ TEST(known_sums_of_16_bit_floats_come_out)
         {PL_F16,
          PL_MEAN,
          {0x7bff, 0x7bff},
-         0x7bff}, /* the sum overflows in no float32 */
+         0x7bff}, /* the sum does not overflow float32 */
         {PL_BF16, PL_SUM, {0x3f80, 0x3b80}, 0x3f80}, /* 1 + 2^-8: a tie, down */
         {PL_BF16, PL_SUM, {0x3f81, 0x3b80}, 0x3f82}, /* the next: a tie, up */
         {PL_BF16, PL_SUM, {0x3f80, 0x3b81}, 0x3f81}, /* just above the tie */
@@ -384,7 +383,7 @@ TEST(known_sums_of_16_bit_floats_come_out)
     }
 }
 
-/* A thousand is enough for whole steps, and leaves some of less than one. */
+/* 1,001 elements make whole vector steps, and leave a rest. */
 TEST(means_of_the_largest_numbers_are_those_numbers)
 {
     enum { N = 1001 };

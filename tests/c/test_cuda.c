@@ -1,4 +1,4 @@
-/* test_cuda.c - the driver and the backend of CUDA, on a fake of libcuda. */
+/* test_cuda.c - the CUDA driver and backend, on a fake of libcuda. */
 #include "fake/fake.h"
 
 #include <pthread.h>
@@ -39,13 +39,13 @@ static void nothing_is_left(void)
     CHECK(fake_errors() == 0);
 }
 
-/* ---- one device with two streams of a user's ------------------------------------ */
+/* ---- one device with two streams of a user -------------------------------------- */
 
 typedef struct bench {
     pl_backend *backend;
     const pli_driver *driver;
     pl_stream *a, *b;
-    float *x, *y; /* the device's; x[i] = i + 1, y[i] = 0 */
+    float *x, *y; /* device memory; x[i] = i + 1, y[i] = 0 */
 } bench;
 
 static pl_stream *new_stream(const pli_driver *driver)
@@ -112,7 +112,7 @@ static int copy_on(const bench *self, pl_stream *stream)
     return CHECK_OK(self->backend->ops->copy(self->backend, &move, 1, stream));
 }
 
-/* What y holds for a host that reads it on `stream`; -1 where it is neither. */
+/* Whether a host that reads y on `stream` gets x; -1: neither x nor zeros. */
 static int y_is_x(const bench *self, pl_stream *stream)
 {
     float y[N];
@@ -187,7 +187,7 @@ TEST(a_machine_without_a_device_is_told_so)
     nothing_is_left();
 }
 
-/* Those whose failure `create` can report. */
+/* Functions whose failure `create` can report. */
 static const char *const at_construction[] = {
     "cuInit",
     "cuDeviceGetCount",

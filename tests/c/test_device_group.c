@@ -1,4 +1,4 @@
-/* test_device_group.c - a group of devices, by what it must do in the order of streams.
+/* test_device_group.c - what a group of devices must do, in the order of streams.
  *
  *     test_device_group [seeds [first seed]]
  */
@@ -12,9 +12,9 @@
 
 enum { N_SEEDS = 400, N_CALLS = 16, MOST_MOVES = 4, MOST_SEGMENTS = 8 };
 
-/* ---- calls that are drawn ------------------------------------------------------- */
+/* ---- random calls --------------------------------------------------------------- */
 
-/* A member reads, and writes anew, what a call reads or writes. */
+/* A member reads, and overwrites, the data that a call reads or writes. */
 static void use(scene *it, int member, size_t at, size_t n_bytes)
 {
     if (scene_below(it, 2) == 0)
@@ -35,8 +35,8 @@ static size_t offset_of(const scene *it, const void *memory)
     return (size_t)((const char *)memory - it->members[0].memory);
 }
 
-/* Some tensors with gaps between them, some empty, at multiples of `step`; or a single
- * one, of any size. */
+/* Some tensors with gaps between them, some empty, at multiples of `step`; or one
+ * tensor of any size. */
 static void draw_moves(scene *it, pli_segment *segment, pl_move *moves, size_t step)
 {
     const int is_large = scene_below(it, 3) == 0;
@@ -58,7 +58,7 @@ static void draw_moves(scene *it, pli_segment *segment, pl_move *moves, size_t s
     segment->n_bytes = at + (is_large ? 0 : scene_below(it, 2) * 8);
 }
 
-/* Apart from each other, where there is place. */
+/* Separate targets, if there is room. */
 static void draw_targets(scene *it, segments *s, size_t i)
 {
     s->all[i].targets = s->targets[i];
@@ -117,7 +117,7 @@ static void draw_broadcast(scene *it)
     use_segments(it, &s, n);
 }
 
-/* Again and again, while single bytes change on either side. */
+/* Repeated refreshes, while single bytes change on either side. */
 static void draw_refreshes(scene *it)
 {
     segments s = {0};
@@ -193,7 +193,7 @@ static void draw_sum(scene *it)
     use(it, 0, r.to_at, r.n_bytes);
 }
 
-/* From one half of an arena into the other half of any. */
+/* Copies from one half of an arena to the other half of any. */
 static void draw_copy(scene *it)
 {
     const int source = (int)scene_below(it, (size_t)it->n);
@@ -219,8 +219,8 @@ static void draw_copy(scene *it)
     }
 }
 
-/* A ring that overlaps the last one; what was in it may be read, or its memory used by
- * member 0's stream.  Rooms may have any size. */
+/* A ring that overlaps the last one.  Its data may be read, or member 0's stream may
+ * use its memory.  Rooms may have any size. */
 static void draw_ring(scene *it)
 {
     pli_ring *const ring = &it->ring;
@@ -274,7 +274,7 @@ static void run_drawn(uint64_t seed, fake_schedule schedule)
     scene_close(it);
 }
 
-/* Up to the first that fails. */
+/* Stops at the first seed that fails. */
 static void run_drawn_programs(fake_schedule schedule)
 {
     EACH_SEED (seed, N_SEEDS) {
@@ -294,7 +294,7 @@ TEST(drawn_calls_happen_in_the_order_of_their_streams_at_any_time)
     run_drawn_programs(FAKE_RANDOM);
 }
 
-/* ---- one thing at a time -------------------------------------------------------- */
+/* ---- single calls --------------------------------------------------------------- */
 
 static scene_options options_of(int n, fake_schedule schedule)
 {
@@ -302,7 +302,7 @@ static scene_options options_of(int n, fake_schedule schedule)
         .seed = 7, .schedule = schedule, .n = n, .own_streams = 0xa, .peers = 1};
 }
 
-/* More tensors than one launch is given at once. */
+/* More tensors than one launch takes. */
 SCENE_TEST(options_of(3, FAKE_LATE), a_segment_may_be_of_hundreds_of_tensors)
 {
     enum { N = 150 };
@@ -318,8 +318,8 @@ SCENE_TEST(options_of(3, FAKE_LATE), a_segment_may_be_of_hundreds_of_tensors)
                                         NULL));
 }
 
-/* Three slots are read by two members; then one slot of another size lies where all of
- * these did, and the first member needs it at once. */
+/* Two members read three slots; then one slot of a different size lies where all these
+ * did, and the first member needs it at once. */
 static void move_the_ring(uint64_t seed)
 {
     scene_options options = options_of(3, FAKE_LATE);
@@ -353,7 +353,7 @@ TEST(a_ring_that_moves_waits_for_who_reads_the_last_one)
         move_the_ring(seed);
 }
 
-/* The values are specials too, so they are compared here, element by element. */
+/* The values include specials, so they are compared here, element by element. */
 static void check_sum(scene *it, pl_dtype dtype, int n_rows, size_t n_elems)
 {
     const size_t n_bytes = n_elems * pl_dtype_bytes(dtype);
@@ -397,7 +397,7 @@ TEST(rows_of_any_float_are_summed_in_their_order_and_rounded_once)
     }
 }
 
-/* A member computes on while another one's stream is far behind. */
+/* A member continues while another one's stream is far behind. */
 SCENE_TEST(options_of(3, FAKE_LATE), members_do_not_wait_for_one_another)
 {
     void *const targets[] = {NULL, scene_at(it, 1, 0), scene_at(it, 2, 0)};
@@ -418,9 +418,9 @@ SCENE_TEST(options_of(3, FAKE_LATE), members_do_not_wait_for_one_another)
     CHECK(cuStreamQuery(it->members[1].stream) == CUDA_ERROR_NOT_READY);
 }
 
-/* ---- what members have already --------------------------------------------------- */
+/* ---- data that members have already --------------------------------------------- */
 
-/* A segment of two tensors, and one of a tensor, of 96 and 100 bytes. */
+/* A segment of two tensors, and one of a single tensor, of 96 and 100 bytes. */
 typedef struct pair {
     pl_move moves[3];
     void *targets[2][SCENE_MOST];
@@ -441,7 +441,7 @@ static void make_pair(scene *it, pair *out)
     out->all[1] = (pli_segment){out->moves + 2, 1, 100, out->targets[1]};
 }
 
-/* Bytes that copies take from device to device, and kernels. */
+/* Bytes moved between devices by copies, or by kernels. */
 static size_t n_sent(const scene *it, int of_kernels)
 {
     int64_t n = 0;
@@ -490,11 +490,11 @@ SCENE_TEST(options_of(3, FAKE_LATE), only_what_has_changed_travels)
 TEST(all_travels_where_kernels_cannot_read_the_model)
 {
     static const struct {
-        int peers, unshares, n_far; /* members that are on another device */
+        int peers, unshares, n_far; /* members on another device */
         scene_devices devices;
         int sends;
     } table[] = {{0, 0, 2, SCENE_APART, 1}, {1, 1, 2, SCENE_APART, 1},
-                 {2, 0, 2, SCENE_APART, 1}, /* member 1 cannot */
+                 {2, 0, 2, SCENE_APART, 1}, /* member 1 has no access */
                  {0, 1, 0, SCENE_ONE, 0},   {1, 0, 1, SCENE_PAIRS, 0},
                  {1, 1, 1, SCENE_PAIRS, 1}};
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
@@ -513,7 +513,7 @@ TEST(all_travels_where_kernels_cannot_read_the_model)
     }
 }
 
-/* What member 0 can read of the other one's memory does not matter. */
+/* Member 0's access to the other's memory does not matter. */
 TEST(all_travels_where_a_device_has_too_many_peers)
 {
     for (int nth = 1; nth <= 2; nth++) {
@@ -543,7 +543,7 @@ TEST(sums_without_room_are_refused)
     }
 }
 
-/* More tensors than one launch takes, of which each fifth has a byte. */
+/* More tensors than one launch takes; every fifth has a changed byte. */
 SCENE_TEST(options_of(2, FAKE_LATE), a_refresh_may_be_of_thousands_of_tensors)
 {
     enum { N = 2100, EACH = 5 };
@@ -559,7 +559,7 @@ SCENE_TEST(options_of(2, FAKE_LATE), a_refresh_may_be_of_thousands_of_tensors)
                                         it->sums));
 }
 
-/* Memory may be freed when member 0's stream has come to it. */
+/* Memory may be freed once member 0's stream has reached it. */
 TEST(a_broadcast_is_over_with_member_0s_stream)
 {
     scene_options options = options_of(3, FAKE_LATE);
@@ -577,7 +577,7 @@ TEST(a_broadcast_is_over_with_member_0s_stream)
     scene_close(it);
 }
 
-/* The host is given no reason to wait, and nothing is allocated. */
+/* The host must not wait, and nothing is allocated. */
 TEST(a_step_neither_waits_nor_allocates)
 {
     static const char *const never[] = {"cuStreamSynchronize",
@@ -614,7 +614,7 @@ typedef struct caller {
     int member;
 } caller;
 
-/* Brings two pieces of member 0's to a member of its own, again and again. */
+/* Copies two pieces from member 0 to its own member, repeatedly. */
 static void *call_often(void *context)
 {
     const caller *const self = context;

@@ -1,6 +1,5 @@
-/* test_device_group_failure.c - a group of devices where the driver fails, or a caller;
- * how it is made, and how it ends.
- */
+/* test_device_group_failure.c - a group of devices when the driver or a caller fails;
+ * how it is made, and how it ends. */
 #include "group_scene.h"
 
 #include "core/alloc.h"
@@ -15,9 +14,9 @@ static scene_options options_of(scene_devices devices)
                            .peers = 1};
 }
 
-/* ---- calls, and what they do in the mirrors ------------------------------------- */
+/* ---- calls, and their effect in the mirrors ------------------------------------- */
 
-/* Packed segments, more of them than a ring has slots, and a large tensor. */
+/* Packed segments, more than a ring has slots, and a large tensor. */
 static pl_status broadcast(scene *it)
 {
     enum { N = 5, BYTES = 128 };
@@ -42,7 +41,7 @@ static pl_status broadcast(scene *it)
                                       NULL);
 }
 
-/* In several pieces. */
+/* Sums in several pieces. */
 static pl_status sum_rows(scene *it, int n_rows)
 {
     enum { N = 60, AT = 512 };
@@ -101,7 +100,7 @@ static pl_status copy_up(scene *it)
     return copy(it, 2, 0);
 }
 
-/* Numbers for all, whatever there was. */
+/* Fills all with numbers, whatever they held. */
 static void fill_all(scene *it)
 {
     for (int k = 0; k < it->n; k++)
@@ -127,7 +126,7 @@ static const struct {
 };
 enum { N_FUNCTIONS = sizeof functions / sizeof functions[0], COPIES = 2, LEAVES = 6 };
 
-/* How often a call of the group's calls a function. */
+/* How often a call of the group calls a driver function. */
 static int count_in(const scene_options *options, int call, int function)
 {
     scene *it = scene_open(*options);
@@ -139,8 +138,8 @@ static int count_in(const scene_options *options, int call, int function)
     return n;
 }
 
-/* Whatever was enqueued is done when the call has failed: what is written behind it, in
- * the order of streams, stays.  Then the group works. */
+/* A failed call leaves no work enqueued: later writes, in the order of streams, stay.
+ * Then the group works. */
 static void fail_at(const scene_options *options, int call, int function, int nth,
                     int also_sync)
 {
@@ -156,10 +155,10 @@ static void fail_at(const scene_options *options, int call, int function, int nt
     if (st != PL_OK) {
         CHECK_FAILS(st, PL_ESYS, "CUDA error 999", functions[function].words);
     }
-    /* Who leaves a scope has nobody to tell. */
+    /* Leaving a scope cannot report a failure. */
     if (!CHECK(st != PL_OK || (function == LEAVES && nth % 2 == 0)))
         CHECK_MORE("call %d, %s, number %d", call, name, nth);
-    if (also_sync) /* then some comes late */
+    if (also_sync) /* then some calls fail later */
         CHECK(fake_synchronize_all());
     fill_all(it);
     for (int k = 0; k < it->n; k++)
@@ -171,7 +170,7 @@ static void fail_at(const scene_options *options, int call, int function, int nt
     scene_close(it);
 }
 
-/* Everything straight to and from member 0, or by way of other members. */
+/* All data directly to and from member 0, or through other members. */
 static void check_failures(scene_devices devices, int is_passed)
 {
     scene_options options = options_of(devices);
@@ -210,8 +209,8 @@ TEST(what_fails_first_is_what_is_said)
 
 /* ---- a group cannot be made ----------------------------------------------------- */
 
-/* Returns how often the function is called for a group; the nth of these fails, where
- * that is not 0. */
+/* Returns how often the function is called to make a group; the nth call fails, unless
+ * nth is 0. */
 static int make_group(const char *name, int nth)
 {
     scene *it = scene_open_without_group(options_of(SCENE_APART));
@@ -254,8 +253,8 @@ TEST(a_group_without_memory_is_not_made)
     scene_close(it);
 }
 
-/* Torch may have given access already; a device has it to so many others at most; and
- * there are devices that refuse it.  Member 0 itself needs none. */
+/* Torch may have enabled access already, a device has access to a limited number of
+ * others, and some devices refuse it.  Member 0 itself needs none. */
 TEST(access_that_is_there_or_cannot_be_is_no_failure)
 {
     static const int codes[] = {205, 217, 304, 704, 711, 801, 999};
@@ -299,7 +298,7 @@ SCENE_TEST(options_of(SCENE_APART), sums_of_no_row_or_without_room_are_refused)
     CHECK_FAILS(scene_sum(it, rows, 0, &to), PL_EINVAL,
                 "a sum of gradients that no member has packed");
     CHECK(scene_sum(it, rows, 2, &whole) == PL_EINVAL);
-    it->rooms[2].memory = NULL; /* has no turn yet */
+    it->rooms[2].memory = NULL; /* not used yet */
     it->rooms[1].n_bytes = 2 * PL_CACHE_LINE - 1;
     it->group->n_sums = 0;
     CHECK_FAILS(scene_sum(it, rows, 2, &to), PL_EINVAL,
@@ -311,7 +310,7 @@ SCENE_TEST(options_of(SCENE_APART), sums_of_no_row_or_without_room_are_refused)
     CHECK_FAILS(scene_sum(it, rows, 2, &to), PL_EINVAL,
                 "0 bytes of member 2 have no room for 2 rows");
     it->group->n_sums = 0;
-    it->group->shard_bytes = 8; /* now both add up */
+    it->group->shard_bytes = 8; /* now both sum */
     CHECK_FAILS(scene_sum(it, rows, 2, &to), PL_EINVAL,
                 "0 bytes of member 2 have no room for 2 rows");
 }
@@ -331,7 +330,7 @@ SCENE_TEST(options_of(SCENE_APART), a_packed_segment_that_no_slot_holds_is_refus
 
 /* ---- life ----------------------------------------------------------------------- */
 
-/* Peer access is asked for both ways between any two members. */
+/* Peer access is requested both ways between any two members. */
 TEST(devices_are_given_access_where_they_can)
 {
     static const struct {

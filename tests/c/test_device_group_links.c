@@ -1,4 +1,4 @@
-/* test_device_group_links.c - which device sends how much to which, and who waits. */
+/* test_device_group_links.c - which device sends how much to which, and what waits. */
 #include "group_scene.h"
 
 enum { N = SCENE_MOST, BYTES = 1152 /* a multiple of cache lines for 2 and for 3 */ };
@@ -25,7 +25,7 @@ static void check_sent(int64_t expected[N][N])
 
 /* ---- parameters ----------------------------------------------------------------- */
 
-/* A large tensor and two that are packed, to the members of some bits. */
+/* A large tensor and two packed ones, to the members of these bits. */
 static void broadcast(scene *it, unsigned large_to, unsigned packed_to)
 {
     void *targets[2][N] = {{NULL}};
@@ -121,8 +121,8 @@ TEST(members_share_what_is_added_up)
     check_sum(1, 1, (int64_t[N][N]){{0}, {BYTES}});
 }
 
-/* The first of them, where there is too little for all.  Rooms have place for so much
- * that it is one piece. */
+/* The first shards only, if there is too little for all.  Rooms are large enough for
+ * one piece. */
 TEST(short_rows_are_cut_into_fewer_shards)
 {
     enum { ROOM = 3 * BYTES, HALF = BYTES / 2, THIRD = BYTES / 3 };
@@ -167,7 +167,7 @@ SCENE_TEST(options_of(0, BYTES + 1), members_take_turns_with_what_is_not_cut)
     check_sent((int64_t[N][N]){{0}, {TWICE, 0, TWICE}, {TWICE, TWICE}});
 }
 
-/* ---- who waits ------------------------------------------------------------------ */
+/* ---- waits ---------------------------------------------------------------------- */
 
 static void read_one(const scene *it, int member, size_t at)
 {
@@ -194,7 +194,7 @@ SCENE_TEST(options_of(1, 1), members_wait_for_those_alone_that_have_a_part)
     CHECK(is_behind(it, 3));
 }
 
-/* Rows of members 1 and 2, which both compute on; their sum is wanted. */
+/* Begins a sum of rows of members 1 and 2, which both continue. */
 static void begin_sum(scene *it, pl_move *to)
 {
     *to = (pl_move){scene_at(it, 0, SCENE_HALF), NULL, PL_F32, BYTES / 4};
@@ -216,7 +216,7 @@ SCENE_TEST(options_of(0, 0), nobody_waits_for_a_sum_before_its_end)
     pl_move to;
     begin_sum(it, &to);
     for (int k = 0; k <= 2; k++)
-        read_one(it, k, k == 0 ? SCENE_HALF : BYTES); /* member 0 has what it had */
+        read_one(it, k, k == 0 ? SCENE_HALF : BYTES); /* member 0 keeps its data */
     CHECK_OK(pli_gradient_sum_end(it->sum, it->streams[0]));
     naive_reduce(in, 2, BYTES, PL_F32, PL_SUM, it->members[0].bytes + SCENE_HALF);
     read_one(it, 0, SCENE_HALF);
@@ -234,8 +234,8 @@ SCENE_TEST(options_of(0, 0), a_sum_waits_for_its_rows_alone)
     CHECK_OK(pli_device_group_settle(it->group, it->streams));
 }
 
-/* The last of a chain goes on without those before it, but for what it takes of them.
- */
+/* The last member of a chain waits for an earlier one only for data that it takes from
+ * it. */
 SCENE_TEST(options_of(1, 1), whom_nobody_takes_from_waits_for_nobody_behind)
 {
     CHECK(fake_synchronize_all());

@@ -1,4 +1,5 @@
-/* test_driver.c - libcuda is found, asked for what is meant, and refused in words. */
+/* test_driver.c - libcuda is found, gives the right functions, and is refused in
+ * words. */
 #include "fake/fake.h"
 
 #include <dlfcn.h>
@@ -13,8 +14,8 @@
 #include "core/alloc.h"
 #include "core/config.h"
 
-/* The path of a library beside the fake's, by way of `detour`, which makes it one that
- * was not opened before. */
+/* The path of a library beside the fake; `detour` makes it a path that was not opened
+ * before. */
 static const char *beside_the_fake(const char *detour, const char *name)
 {
     static char path[4096];
@@ -79,7 +80,7 @@ TEST(a_driver_that_lacks_a_function_is_too_old)
     CHECK_FAILS(pli_driver_open(path, &driver), PL_EUNSUPPORTED, "too old", "CUDA 10.1",
                 "cuStreamIsCapturing");
     CHECK(driver == NULL);
-    fake_reset(NULL); /* a newer one was installed */
+    fake_reset(NULL); /* a newer driver was installed */
     CHECK_OK(pli_driver_open(path, &driver));
 }
 
@@ -97,7 +98,7 @@ TEST(a_driver_that_does_not_start_says_why)
     CHECK_OK(pli_driver_open(fake_path(), &driver));
 }
 
-/* A name of CUDA's means its newest form; that is name_v2 of these. */
+/* A name of CUDA means its newest form; for these that is name_v2. */
 static int has_two_forms(const char *name)
 {
     static const char *const names[] = {"cuDevicePrimaryCtxRelease",
@@ -130,7 +131,7 @@ static void check_form(void *library, const char *name, const void *field)
 
 TEST(of_each_function_the_form_is_taken_that_our_prototype_means)
 {
-    /* by the first form of cuGetProcAddress, and from before there was one */
+    /* with the first form of cuGetProcAddress, and without any */
     const char *const names[] = {"libplold_asked.so", "libplold_plain.so"};
     for (size_t i = 0; i < 2; i++) {
         const pli_driver *driver = NULL;
@@ -186,7 +187,7 @@ TEST(a_forked_child_is_told_to_start_otherwise)
     const pid_t pid = fork();
     if (pid == 0) {
         const pli_driver *again = NULL;
-        /* opened by the parent, and by somebody else in it: torch */
+        /* opened by the parent, and by other code in it: torch */
         const char *const paths[] = {fake_path(), beside_the_fake(".///", NULL)};
         int is_told = 1;
         for (int i = 0; i < 2; i++)

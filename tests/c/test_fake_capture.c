@@ -1,5 +1,5 @@
-/* test_fake_capture.c - the fake's captures: what they take, and what invalidates them.
- */
+/* test_fake_capture.c - the fake's captures: what they contain, and what invalidates
+ * them. */
 #include <pthread.h>
 
 #include "fake_gpu.h"
@@ -55,7 +55,7 @@ TEST(a_graph_does_again_what_was_captured)
     }
 }
 
-/* Captures, does one thing that is forbidden, and sees the capture invalidated. */
+/* Captures, makes one forbidden call, and checks that the capture is invalid. */
 static void invalidates(CUresult (*forbidden)(gpu *it), CUresult result)
 {
     gpu it = gpu_open(1, FAKE_LATE);
@@ -174,7 +174,7 @@ ONE_GPU_TEST(FAKE_LATE, the_legacy_stream_is_forbidden_beside_a_blocking_one)
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
     CHECK(cuStreamBeginCapture(blocking, global) == CUDA_SUCCESS);
     CHECK(cuStreamIsCapturing(NULL, &status) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
-    CHECK(cuStreamEndCapture(blocking, &graph) == CUDA_SUCCESS); /* looking is fine */
+    CHECK(cuStreamEndCapture(blocking, &graph) == CUDA_SUCCESS); /* queries are fine */
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
     CHECK(cuStreamBeginCapture(blocking, global) == CUDA_SUCCESS);
     CHECK(gpu_zero(it, NULL) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
@@ -200,7 +200,7 @@ static void *query_in_a_thread(void *memory)
     return NULL;
 }
 
-/* What another thread gets for a query, of its mode and of the capture's. */
+/* Result of another thread's query, by its mode and the capture's. */
 static CUresult query_beside(int capture_mode, int thread_mode)
 {
     gpu it = gpu_open(1, FAKE_LATE);
@@ -254,7 +254,7 @@ ONE_GPU_TEST(FAKE_LATE, a_capture_ends_where_it_began)
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
 }
 
-/* In a relaxed thread allocation and release go on beside the capture. */
+/* A relaxed thread may allocate and free beside the capture. */
 ONE_GPU_TEST(FAKE_LATE, a_relaxed_thread_may_allocate)
 {
     CUgraph graph = NULL;
@@ -270,7 +270,7 @@ ONE_GPU_TEST(FAKE_LATE, a_relaxed_thread_may_allocate)
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
 }
 
-/* The graph writes to memory that is there no more. */
+/* The graph writes to freed memory. */
 ONE_GPU_TEST(FAKE_LATE, a_replay_on_freed_memory_is_seen)
 {
     CUgraph graph = NULL;

@@ -1,5 +1,5 @@
-/* test_fake_cuda.c - the fake of CUDA: orders that a program forgot, memory that it
- * misuses, failures that are ordered. */
+/* test_fake_cuda.c - the fake of CUDA: missing order, misuse of memory, ordered
+ * failures. */
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -8,7 +8,7 @@
 
 /* ---- orders --------------------------------------------------------------------- */
 
-/* A producer on one stream and a consumer on the other: what arrives. */
+/* A producer on one stream and a consumer on the other: returns what arrives. */
 static float race(uint64_t seed, fake_schedule schedule, int has_wait)
 {
     gpu it = gpu_open(seed, schedule);
@@ -52,7 +52,7 @@ TEST(a_seed_does_the_same_each_time)
     }
 }
 
-/* A wait means the record that is there at the call: none, or the last one. */
+/* A wait refers to the latest record at the call, if any. */
 static float wait_then_record(int has_record_before, int has_record_after)
 {
     gpu it = gpu_open(1, FAKE_LATE);
@@ -78,7 +78,7 @@ TEST(a_wait_is_for_what_was_recorded_when_it_was_called)
     CHECK(wait_then_record(1, 1) == 1.0f);
 }
 
-/* Between a blocking stream and the legacy one there is an order in both directions. */
+/* A blocking stream and the legacy one are ordered in both directions. */
 static float by_way_of_legacy(unsigned flags, int is_legacy_first)
 {
     gpu it = gpu_open(1, FAKE_LATE);
@@ -312,7 +312,7 @@ TEST(options_are_read_from_words)
 /* ---- threads -------------------------------------------------------------------- */
 
 #ifndef __SANITIZE_ADDRESS__ /* with it UBSan ends the program there */
-/* No pointer to a float is two bytes off, and so the kernels do not look for it. */
+/* No pointer to a float is two bytes off, so the kernels do not check for it. */
 TEST(a_vector_that_is_not_aligned_ends_the_context)
 {
     static pli_small_spans table;

@@ -1,5 +1,5 @@
-/* test_fake_memory.c - the fake's memory: what may not be freed yet, and what is taken.
- */
+/* test_fake_memory.c - the fake's memory: what may not be freed yet, and what is used
+ * up. */
 #include "fake_gpu.h"
 
 ONE_GPU_TEST(FAKE_LATE, nccl_frees_memory_under_what_is_in_flight)
@@ -8,7 +8,7 @@ ONE_GPU_TEST(FAKE_LATE, nccl_frees_memory_under_what_is_in_flight)
     CHECK(ncclMemAlloc(&memory, GPU_BYTES) == ncclSuccess);
     CHECK(gpu_add_one(it, (CUdeviceptr)(uintptr_t)memory, it->a) == CUDA_SUCCESS);
     CHECK(cuStreamSynchronize(it->a) == CUDA_SUCCESS);
-    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS); /* elsewhere */
+    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS); /* not in that memory */
     CHECK(ncclMemFree(memory) == ncclSuccess);
     CHECK(fake_errors() == 0);
     CHECK(ncclMemAlloc(&memory, GPU_BYTES) == ncclSuccess);
@@ -16,7 +16,7 @@ ONE_GPU_TEST(FAKE_LATE, nccl_frees_memory_under_what_is_in_flight)
     CHECK(ncclMemFree(memory) == ncclSuccess);
     gpu_expect_error("ncclMemFree: ");
     CHECK(fake_synchronize_all());
-    fake_forget_errors(); /* the kernel has touched what is gone */
+    fake_forget_errors(); /* the kernel has touched freed memory */
 }
 
 ONE_GPU_TEST(FAKE_LATE, memory_is_not_deregistered_under_a_collective)
@@ -71,7 +71,7 @@ TEST(what_others_have_taken_cannot_be_allocated)
     CHECK(fake_errors() == 0 && fake_live_objects() == 0);
 }
 
-/* Two devices of one process, and a kernel of the first that writes to the second's. */
+/* Two devices of one process: a kernel of the first writes to the second's memory. */
 TEST(a_kernel_touches_a_peers_memory_with_access_alone)
 {
     for (int how = 0; how < 4; how++) {

@@ -1,5 +1,5 @@
-/* test_fake_nccl.c - the fake of NCCL: what it computes, and what it holds against a
- * program. */
+/* test_fake_nccl.c - the fake of NCCL: its results, and the mistakes that it
+ * detects. */
 #include "fake_ranks.h"
 
 enum { N_SEEDS = 60 };
@@ -73,7 +73,7 @@ TEST(a_collective_that_does_not_wait_is_wrong)
     CHECK(threads_wrong(1, FAKE_LATE, 0) > 0);
 }
 
-/* ---- what it computes ----------------------------------------------------------- */
+/* ---- results -------------------------------------------------------------------- */
 
 typedef struct row {
     ncclDataType_t nccl;
@@ -142,7 +142,7 @@ RANKS_TEST(3, 2, FAKE_LATE, parts_are_gathered)
     }
 }
 
-/* What a group does has no order within it: so two groups. */
+/* Operations of a group have no order, so this uses two groups. */
 RANKS_TEST(3, 3, FAKE_RANDOM, a_root_receives_and_sends)
 {
     int out[RANK_N];
@@ -162,7 +162,7 @@ RANKS_TEST(3, 3, FAKE_RANDOM, a_root_receives_and_sends)
     }
 }
 
-/* Everyone sends its number to everyone, itself too. */
+/* Every rank sends its number to every rank, itself included. */
 RANKS_TEST(3, 4, FAKE_RANDOM, pairs_send_and_receive_in_a_group)
 {
     int out[RANK_N];
@@ -183,7 +183,7 @@ RANKS_TEST(3, 4, FAKE_RANDOM, pairs_send_and_receive_in_a_group)
     }
 }
 
-/* ---- what it holds against a program -------------------------------------------- */
+/* ---- mistakes of a program ------------------------------------------------------ */
 
 RANKS_TEST(2, 1, FAKE_EARLY, ranks_that_differ_are_seen)
 {
@@ -226,14 +226,14 @@ static void reduce_one(const rank *it, ncclComm_t comm, CUstream stream)
                         stream) == ncclSuccess);
 }
 
-/* Two communicators in a different order: on one stream of each rank, or with a stream
- * each on the first. */
+/* Two communicators in different orders: on one stream per rank, or on a stream each on
+ * the first rank. */
 static CUresult cross(int is_on_two_streams, int n_slots, int is_one_queue)
 {
     rank ranks[2];
     ncclComm_t second[2];
     fake_options options = ranks_options(1, FAKE_EARLY);
-    options.patience_ms = 60000; /* it is found without */
+    options.patience_ms = 60000; /* a deadlock is found at once */
     options.slots = n_slots;
     options.one_queue = is_one_queue;
     ranks_make(ranks, 2, &options);

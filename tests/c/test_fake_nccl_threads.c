@@ -1,5 +1,5 @@
 /* test_fake_nccl_threads.c - what the fake of NCCL does beside the caller's thread, and
- * how long it keeps that: proxies, threads that launch, queues, communicators that
+ * how long it blocks that: proxies, threads that launch, queues, communicators that
  * block.
  */
 #include <stdlib.h>
@@ -8,7 +8,7 @@
 
 /* ---- proxies -------------------------------------------------------------------- */
 
-/* Rank 0's end by `end`, when its own device is done; returns what rank 1's gets. */
+/* Rank 0 ends by `end` when its own device is done; returns the result of rank 1's. */
 static CUresult end_first(ncclResult_t (*end)(ncclComm_t comm))
 {
     rank ranks[2];
@@ -62,7 +62,7 @@ TEST(operations_over_proxies_have_their_outcome)
 
 /* ---- communicators that do not block -------------------------------------------- */
 
-/* A communicator of one rank, made as `config` says; returns what the call did. */
+/* Makes a communicator of one rank with `config`; returns the call's result. */
 static ncclResult_t make_alone(const ncclConfig_t *config, int version)
 {
     ncclUniqueId id;
@@ -93,7 +93,7 @@ TEST(a_config_counts_as_far_as_its_version_goes)
     CHECK(make_alone(&config, 22809) == ncclInProgress);
     config.version = 21700;
     CHECK(make_alone(&config, 22809) == ncclInvalidArgument);
-    config.size = 24; /* with the padding, which is where later ones have that field */
+    config.size = 24; /* with the padding, where later versions have that field */
     CHECK(make_alone(&config, 22809) == ncclInvalidArgument);
     config.version = 21400;
     CHECK(make_alone(&config, 22809) == ncclInProgress);
@@ -113,8 +113,8 @@ TEST(the_environment_overrules_a_config)
     (void)unsetenv("NCCL_COMM_BLOCKING");
 }
 
-/* One operation is in a graph, another is launched as it comes, while a stream beside
- * is captured in the global mode; returns how that capture ends. */
+/* One operation is in a graph; another is launched directly while another stream is
+ * captured in the global mode.  Returns the result of ending that capture. */
 static CUresult launch_beside_a_capture(int blocking)
 {
     rank it;

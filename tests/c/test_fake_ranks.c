@@ -12,7 +12,7 @@
 
 enum { N_RANKS = 3, N_STEPS = 5, ALARM_S = 60 };
 
-/* What the processes of a test share. */
+/* Shared by the processes of a test. */
 typedef struct hall {
     ncclUniqueId id;
     atomic_int has_id;
@@ -26,7 +26,7 @@ typedef struct plan {
     fake_options options;
     int is_blocking;
     int n_steps;
-    int stops; /* this rank issues no step; -1: none does so */
+    int stops; /* this rank issues no step; -1: none */
 } plan;
 
 static void await(const atomic_int *flag, int value)
@@ -76,7 +76,7 @@ static void run_steps(rank *it, const plan *what)
         const ncclResult_t result = rank_average(it, 1);
         CHECK(result == ncclSuccess ||
               (result == ncclInProgress && !what->is_blocking));
-        if (!what->is_blocking) /* a success may come too early */
+        if (!what->is_blocking) /* ncclSuccess may come too early */
             CHECK(poll_until_ready(it->comm) == ncclSuccess);
         CHECK(rank_wrong_means(it, it->side) == 0);
     }
@@ -84,7 +84,7 @@ static void run_steps(rank *it, const plan *what)
     (void)atomic_fetch_add(&all->n_reduced, 1);
 }
 
-/* The others enqueue one more step, which waits; they abort once all is over. */
+/* The others enqueue one more step, which waits; they abort at the end. */
 static void wait_and_abort(rank *it)
 {
     rank_enter(it);
@@ -214,8 +214,8 @@ TEST(an_abort_ends_what_runs_and_what_is_queued)
     ranks_check_clean();
 }
 
-/* A call that says ncclInProgress is not in the stream yet: what is put there before
- * it is ready comes first. */
+/* A call that returns ncclInProgress is not in the stream yet: work enqueued before it
+ * is ready runs first. */
 static int slow_and_hasty(uint64_t seed, int has_patience)
 {
     ncclUniqueId id;
@@ -282,8 +282,8 @@ RANKS_TEST(2, 1, FAKE_RANDOM, a_captured_collective_is_replayed)
     }
 }
 
-/* With connections made by the first call, that blocks the host until all are there:
- * one thread for two ranks cannot do it but in a group. */
+/* If the first call makes connections, it blocks the host until all ranks are in it:
+ * one thread for two ranks needs a group. */
 TEST(a_first_collective_blocks_the_host_for_its_peers)
 {
     rank ranks[2];
@@ -301,7 +301,7 @@ TEST(a_first_collective_blocks_the_host_for_its_peers)
     ranks_end(ranks, 2);
 }
 
-/* The driver is lost in a child that was forked behind cuInit(). */
+/* The driver does not work in a child forked after cuInit(). */
 TEST(a_forked_child_has_no_driver)
 {
     int how = 0;

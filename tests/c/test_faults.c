@@ -1,8 +1,8 @@
 /* test_faults.c - every allocation and every guarded system call fails once.
  *
- * A scenario is run with its first such call failing, then with its second, until it
- * comes to its end without reaching the one that was to fail.  Whatever fails, the
- * scenario returns an error in words, nothing is kept, and no peer hangs.
+ * A scenario runs with its first such call failing, then with its second, until it ends
+ * without reaching the failing call.  Each failure returns an error with a message,
+ * leaks nothing, and makes no peer hang.
  */
 #include "comm/window.h"
 #include "core/alloc.h"
@@ -16,7 +16,7 @@ static const char *const kind_texts[PLI_N_FAULTS] = {"allocation", "system call"
 
 typedef pl_status (*scenario)(void);
 
-/* Returns how many calls there were to fail. */
+/* Returns how many calls could fail. */
 static long fail_each(enum pli_fault_kind kind, scenario run)
 {
     long n_failed = 0;
@@ -40,7 +40,7 @@ static long fail_each(enum pli_fault_kind kind, scenario run)
     return n_failed;
 }
 
-/* ---- what one thread makes ------------------------------------------------------ */
+/* ---- objects of one thread ------------------------------------------------------ */
 
 static const pl_param params[] = {
     {100, PL_F32}, {50, PL_F32}, {30, PL_F64}, {100, PL_F32}};
@@ -67,7 +67,7 @@ static pl_status make_local_world(void)
     pl_comm *comms[4] = {NULL};
     const pl_status st = local_create(4, 5000, RANKS_DEADLINE_NS, comms);
     for (int r = 0; r < 4; r++)
-        pl_comm_destroy(comms[r]); /* NULL where it failed */
+        pl_comm_destroy(comms[r]); /* NULL if it failed */
     return st;
 }
 
@@ -114,7 +114,7 @@ static pl_status make_and_retire_window(void)
         memset(comm->arena, 1, 70000);
         pli_window_see(window, 2);
         st = pli_window_retire(window);
-        /* Kept or not, the view is there to be read. */
+        /* Kept or not, the view can be read. */
         CHECK(window->base[0] == 1 && window->base[69999] == 1);
         pli_window_unsee(window, 2);
     }
@@ -153,7 +153,7 @@ static pl_status make_reducers(void)
     return st;
 }
 
-/* The first that is not PL_OK, of a call for each rank. */
+/* The first failure among a call for each rank. */
 #define BOTH(call)                                                                     \
     do {                                                                               \
         for (int r = 0; r < 2; r++) {                                                  \
@@ -174,7 +174,7 @@ static pl_status finish(const pair *it)
     return PL_OK;
 }
 
-/* Every parameter once; from the second step on, the first to come is late as well. */
+/* Marks every parameter once; from the second step on, the first one is also late. */
 static pl_status one_step(const pair *it, int is_late)
 {
     static const double zeros[100] = {0};
@@ -198,7 +198,7 @@ static pl_status one_step(const pair *it, int is_late)
     return PL_OK;
 }
 
-/* Both ranks leave the failed step behind; a failure on the way is overcome. */
+/* Both ranks recover from the failed step, and from a failure on the way. */
 static pl_status recover_each(const pair *it)
 {
     pl_status first = PL_OK;
@@ -273,13 +273,13 @@ enum { FAULT_DEADLINE_MS = 20000, N_PROCESSES = 3 };
 
 typedef struct order {
     enum pli_fault_kind kind;
-    int rank; /* the one whose call fails */
+    int rank; /* the rank whose call fails */
     int n;
 } order;
 
-static order order_in_force; /* of the children to be forked */
+static order order_in_force; /* for the children forked next */
 
-/* The rank whose call fails goes away with it, as a process does; the rest find out. */
+/* The rank whose call fails exits, as a process does; the others detect it. */
 static void join_and_reduce(child *self)
 {
     const int is_ordered = self->rank == order_in_force.rank;
@@ -300,7 +300,7 @@ static void join_and_reduce(child *self)
     }
 }
 
-/* Returns whether there was a call to fail. */
+/* Returns whether a call failed. */
 static int fail_one(const order *what)
 {
     board *all = board_create(N_PROCESSES, (uint64_t)what->n);
@@ -319,7 +319,7 @@ static int fail_one(const order *what)
             CHECK_MORE("%s %d of rank %d; rank %d: %s: %s", kind_texts[what->kind],
                        what->n, what->rank, r, pl_status_text(it->status), it->words);
     }
-    CHECK(pli_now_ns() - begin < FAULT_DEADLINE_MS * PLI_MS / 2); /* nobody hung */
+    CHECK(pli_now_ns() - begin < FAULT_DEADLINE_MS * PLI_MS / 2); /* no rank hung */
     board_destroy(all);
     return is_hit;
 }

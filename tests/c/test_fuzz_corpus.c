@@ -1,8 +1,8 @@
-/* test_fuzz_corpus.c - the inputs that `make fuzz-bytes` has kept, through its targets:
- * each ends without a crash, a leak or a descriptor left open.
+/* test_fuzz_corpus.c - runs the inputs kept by `make fuzz-bytes` through its targets:
+ * each ends without a crash, a leak or an open descriptor.
  *
- * A child reads them, and leaves the name of the one that it is at where its parent
- * says it when the child has failed.
+ * A child reads them, and keeps the name of the current one where the parent can print
+ * it if the child fails.
  */
 #define CHECK_OWN_MAIN
 #include <dirent.h>
@@ -29,7 +29,7 @@ enum { CORPUS_MOST_BYTES = 1 << 13, CORPUS_PATH_BYTES = 512, CORPUS_ALARM_S = 12
 typedef int (*corpus_target)(const uint8_t *data, size_t n);
 
 static int corpus_n_files;
-static char *corpus_path; /* of the input that is read; shared with the parent */
+static char *corpus_path; /* of the current input; shared with the parent */
 
 static void run_file(corpus_target target)
 {

@@ -1,6 +1,6 @@
 /* test_gpu_comm.c - worlds of GPUs: operations, order, memory, failures, recovery.
  *
- * All of it on the fake, in many orders: a wait that is missing is a wrong number.
+ * All on the fake, in many orders: a missing wait is a wrong number.
  */
 #include "gpu_ranks.h"
 
@@ -24,7 +24,7 @@ static pl_op draw_op(draw *it, int world_size)
     return op;
 }
 
-/* Several operations in flight on ranges of their own, then all are looked at. */
+/* Several operations in flight on separate ranges; then all are checked. */
 static void run_random_steps(gpu_rank *self)
 {
     draw shared = draw_of(self->all->seed); /* all ranks issue the same */
@@ -68,7 +68,7 @@ typedef struct sum_case {
     size_t n_elems;
 } sum_case;
 
-/* Any bits that are finite, and not so large that a sum is not. */
+/* Any finite bits, small enough that sums are finite. */
 static uint16_t short_of(pl_dtype dtype, uint64_t seed, int rank, size_t i)
 {
     draw it = draw_of(seed * 1000003 + (uint64_t)rank * 10007 + i);
@@ -76,7 +76,7 @@ static uint16_t short_of(pl_dtype dtype, uint64_t seed, int rank, size_t i)
     return dtype == PL_F16 ? bits & 0xbbff : bits & 0xbfff;
 }
 
-/* The CPU's sums are proved elsewhere. */
+/* Other tests check the CPU's sums. */
 static void expect_sum(const sum_case *one, uint64_t seed, int world_size,
                        uint16_t *out)
 {
@@ -182,7 +182,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
             return;
         holds[k] = self->comm->device->retain_memory(self->comm);
         at[k] = pli_comm_memory(self->comm, mean.offset_bytes);
-        /* Each rank for itself: some keep more than others. */
+        /* Each rank on its own: some keep more than others. */
         if (k == 1 && self->rank == 0) {
             holds[k]->release(holds[k]);
             holds[k] = NULL;
@@ -198,7 +198,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
     for (unsigned k = 0; k < 4; k++)
         if (holds[k] != NULL)
             holds[k]->release(holds[k]);
-    /* What was given back is used again. */
+    /* Returned memory is used again. */
     const int n_before = fake_count("ncclMemAlloc");
     for (unsigned k = 5; k < 7; k++) {
         CHECK_OK(self->comm->device->renew(self->comm));
@@ -206,7 +206,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
     }
     if (self->all->world_size == 1)
         CHECK(fake_count("ncclMemAlloc") == n_before);
-    /* The last outlives the world. */
+    /* The last block outlives the world. */
     gpu_end_world(self);
     if (holds[4] != NULL) {
         check_kept(self, at[4], 4);
@@ -254,7 +254,7 @@ static void issue_bad_ops(gpu_rank *self)
     op.n_elems = GPUS_BYTES;
     CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
     CHECK(pl_comm_wait(self->comm, 1000000, 0) == PL_EINVAL);
-    (void)one_step(self, 3); /* and all is well */
+    (void)one_step(self, 3); /* still works */
 }
 
 TEST(what_no_device_can_do_is_refused_and_changes_nothing)
@@ -291,7 +291,7 @@ TEST(a_base_without_room_for_the_words_is_refused)
     CHECK(fake_live_objects() == 0);
 }
 
-/* ---- what only newer versions of NCCL have -------------------------------------- */
+/* ---- functions of newer versions of NCCL ---------------------------------------- */
 
 TEST(older_versions_of_nccl_do_as_well)
 {
@@ -321,8 +321,7 @@ static void capture_and_replay(gpu_rank *self)
     if (!one_step(self, 1) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
         return;
     CUgraphExec exec = gpu_capture_step(self);
-    CHECK_OK(
-        pli_comm_order(self->comm, self->stream)); /* nor what is part of it, here */
+    CHECK_OK(pli_comm_order(self->comm, self->stream)); /* waits for no captured work */
     for (unsigned k = 2; k < 5; k++) {
         (void)gpu_fill(self, &mean, k);
         CHECK(cuGraphLaunch(exec, gpu_user_stream(self)) == 0);
@@ -330,7 +329,7 @@ static void capture_and_replay(gpu_rank *self)
         pli_sleep_ns(*(const int64_t *)self->all->context);
         CHECK_OK(pl_comm_progress(self->comm));
     }
-    (void)one_step(self, 5); /* as ever again */
+    (void)one_step(self, 5); /* works as before the capture */
     CHECK_OK(gpu_agree_on_end(self));
     CHECK(cuGraphExecDestroy(exec) == 0);
     pli_cuda_leave(self->backend, &scope);
@@ -341,7 +340,7 @@ TEST_ON_HOSTS(steps_can_be_captured_and_replayed)
     for (uint64_t seed = 1; seed <= 6; seed++) {
         gpu_ranks all =
             gpu_ranks_of(1 + (int)(seed % 3), seed, schedules[seed / 2 % 3]);
-        /* One world rests past its deadline: its watchdog finds nothing late. */
+        /* One world pauses past its deadline: its watchdog finds nothing late. */
         const int is_slow = seed == 5 && all.per_host == 0;
         int64_t rest_ns = (is_slow ? 900 : 1) * PLI_MS;
         if (is_slow)
@@ -351,8 +350,8 @@ TEST_ON_HOSTS(steps_can_be_captured_and_replayed)
     }
 }
 
-/* The last rank's host goes while others wait for its GPU in a replay, of which theirs
- * say nothing. */
+/* The last rank's host leaves while others wait for its GPU in a replay, which their
+ * hosts do not follow. */
 static void replay_while_a_host_goes(gpu_rank *self)
 {
     pli_cuda_scope scope;
@@ -379,8 +378,8 @@ TEST(who_waits_in_a_replay_is_let_go_where_another_host_goes)
     gpu_ranks_per_host = 0;
 }
 
-/* A graph of the user's lives longer than the world, which fails before, or ends well:
- * NCCL ends no communicator while a graph holds operations of it. */
+/* A user's graph outlives the world, which failed before, or ends well: NCCL ends no
+ * communicator while a graph holds operations of it. */
 static void end_before_the_graph(gpu_rank *self)
 {
     pli_cuda_scope scope;
@@ -399,7 +398,7 @@ TEST(a_world_ends_whose_operations_a_graph_still_holds)
     GPU_WORLDS(4, 2, schedules[seed % 3], end_before_the_graph)
 }
 
-/* NCCL takes its time with rank 0's communicator, and the watchdog looks meanwhile. */
+/* NCCL is slow to end rank 0's communicator, and the watchdog checks meanwhile. */
 static void end_while_the_watchdog_looks(gpu_rank *self)
 {
     atomic_int *n_ended = self->all->context;
@@ -423,8 +422,8 @@ TEST_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others)
 
 /* ---- the end -------------------------------------------------------------------- */
 
-/* Nothing waits on the host for the last step before its world ends: what the user's
- * stream copies out of the world's memory is of that stream's turn, much later. */
+/* The host does not wait for the last step before its world ends: the user's stream
+ * copies out of the world's memory in its turn, much later. */
 GPU_TEST_ON_HOSTS(12, 1 + seed % 4, seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE,
                   a_world_that_ends_well_has_done_its_last_step)
 {

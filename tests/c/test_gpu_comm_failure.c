@@ -1,6 +1,5 @@
-/* test_gpu_comm_failure.c - worlds of GPUs of which something fails: every rank is
- * told, none hangs, nothing is kept, and what can go on does.
- */
+/* test_gpu_comm_failure.c - worlds of GPUs in which a part fails: every rank gets an
+ * error, none hangs, nothing is leaked, and worlds that can continue do. */
 #include "gpu_ranks.h"
 
 #include <sys/wait.h>
@@ -18,7 +17,7 @@ static void say(gpu_rank *self, pl_status st)
                    st == PL_OK ? "" : pl_error_message());
 }
 
-/* A step of two means; not waited for where it fails. */
+/* A step of two means; not waited for if it fails. */
 static pl_status try_step(gpu_rank *self, uint64_t step)
 {
     pl_status st = PL_OK;
@@ -48,7 +47,7 @@ static void three_steps(gpu_rank *self)
         pl_comm_abort(self->comm, self->words); /* as a reducer would */
 }
 
-/* Whatever has failed, where one rank did not come to the end, it can tell why. */
+/* Whatever failed, a rank that did not finish has a reason. */
 static void check_ends(const gpu_ranks *all, const gpu_rank *ranks, const char *what,
                        int n)
 {
@@ -83,7 +82,7 @@ TEST(every_call_of_the_driver_and_of_nccl_may_fail)
     static const struct {
         const char *name;
         int code;
-        int most; /* how many are tried one by one */
+        int most; /* failing calls, tried one by one */
     } calls[] = {
         {"cuMemAlloc", 2, 40},
         {"cuEventCreate", 2, 10},
@@ -164,13 +163,13 @@ static void fail_and_go_on(gpu_rank *self)
             gpu_check(self, &mean, round * 4 + k);
         }
         if (self->rank == culprit) {
-            const size_t n = draw_below(&self->random, 3); /* of a step's */
+            const size_t n = draw_below(&self->random, 3); /* operations of the step */
             for (size_t k = 0; k < n; k++)
                 CHECK_OK(gpu_issue_op(self, k == 0 ? &mean : &short_mean, &ticket));
             draw_rest(&self->random, 3 * PLI_MS);
             pl_comm_abort(self->comm, "a step of mine");
         } else {
-            while (st == PL_OK) /* others may be told late */
+            while (st == PL_OK) /* others may learn of it late */
                 st = try_step(self, round);
             if (!CHECK(st == PL_EPEER &&
                        blames(pl_error_message(), self->rank, culprit) &&
@@ -179,7 +178,7 @@ static void fail_and_go_on(gpu_rank *self)
                            self->all->world_size, self->all->per_host,
                            pl_error_message());
         }
-        /* Nothing can be issued before that is left behind. */
+        /* Nothing can be issued before recovery. */
         CHECK(gpu_issue_op(self, &mean, &ticket) == PL_EPEER);
         if (!CHECK_OK(gpu_leave_behind(self)))
             return;
@@ -198,7 +197,7 @@ TEST_ON_HOSTS(a_step_that_fails_is_left_behind_by_all)
     }
 }
 
-/* The device is behind the host by one step, and the next one fails at once. */
+/* The device is one step behind the host, and the next step fails at once. */
 GPU_TEST_ON_HOSTS(12, 2 + seed % 2, FAKE_LATE,
                   the_means_of_a_step_that_is_over_outlive_the_failure_of_the_next)
 {
@@ -215,11 +214,11 @@ GPU_TEST_ON_HOSTS(12, 2 + seed % 2, FAKE_LATE,
     }
 }
 
-/* Rank 1 sleeps behind each host operation that it issues; meanwhile rank 0 sees its
- * end and fails in what comes next, and the watchdog of rank 1 hears that. */
+/* Rank 1 sleeps after each host operation that it issues; meanwhile rank 0 sees the
+ * operation's end and fails in the next one, and rank 1's watchdog detects that. */
 static pl_comm_ops slow_ops;
 static const pl_comm_ops *fast_ops;
-static atomic_int slow_ms; /* 100: a check of the watchdog's */
+static atomic_int slow_ms; /* 100: one check of the watchdog */
 
 static pl_status issue_and_sleep(pl_comm *comm, const pl_op *op, const pli_order *order,
                                  pl_ticket *out)
@@ -267,7 +266,7 @@ TEST(what_is_over_on_one_host_is_so_for_who_is_slow_on_another)
 
 GPU_TEST_ON_HOSTS(1, 3, FAKE_RANDOM, a_recovery_that_fails_can_be_tried_again)
 {
-    /* The communicator that comes behind cannot be made, the first time. */
+    /* The new communicator cannot be made, the first time. */
     if (self->rank == 0)
         pl_comm_abort(self->comm, "first");
     while (pl_comm_progress(self->comm) == PL_OK)
@@ -283,7 +282,7 @@ GPU_TEST_ON_HOSTS(1, 3, FAKE_RANDOM, a_recovery_that_fails_can_be_tried_again)
 
 /* ---- the watchdog --------------------------------------------------------------- */
 
-/* Rank 0 waits on the device for what rank 1 never issues. */
+/* Rank 0 waits on the device for an operation that rank 1 never issues. */
 static void wait_for_one_that_never_comes(gpu_rank *self)
 {
     pl_ticket ticket = 0;
@@ -327,7 +326,7 @@ TEST_ON_HOSTS(who_waits_on_the_device_is_let_go_at_the_deadline)
     }
 }
 
-/* Rank 0's host sleeps, its device waits; rank 1 fails, and says so. */
+/* Rank 0's host sleeps, its device waits; rank 1 fails, and reports it. */
 GPU_TEST_ON_HOSTS(3, 2, schedules[seed % 3],
                   who_waits_on_the_device_is_let_go_where_another_rank_fails)
 {
@@ -345,7 +344,7 @@ GPU_TEST_ON_HOSTS(3, 2, schedules[seed % 3],
     CHECK_OK(gpu_leave_behind(self));
 }
 
-/* The host of the last rank is done with the world, and goes; rank 0's sleeps. */
+/* The host of the last rank leaves after the world's work; rank 0's sleeps. */
 static void sleep_while_another_host_goes(gpu_rank *self)
 {
     pl_ticket ticket = 0;
@@ -421,9 +420,9 @@ TEST_ON_HOSTS(ranks_that_issue_other_operations_on_the_device_are_told)
     if (!gpu_ranks_start(&all))
         return;
     CHECK(gpu_ranks_run(&all, issue_what_others_do_not, ranks) == 3);
-    if (!gpu_ranks_are_apart(&all)) /* else the first host that is seen to differ is */
+    if (!gpu_ranks_are_apart(&all)) /* else the first host seen to differ is named */
         CHECK(blames(ranks[0].words, 0, 1));
-    fake_forget_errors(); /* the fake's NCCL sees it too, where it comes to that */
+    fake_forget_errors(); /* the fake's NCCL detects it too, if it gets there */
     gpu_ranks_end(&all);
 }
 
@@ -466,7 +465,7 @@ GPU_TEST_ON_HOSTS(6, 2, schedules[seed % 3], a_world_ends_though_its_step_never_
     CHECK(pli_now_ns() - begin < RANKS_DEADLINE_NS / 3);
 }
 
-/* One rank is alone with its world while the other's lives on. */
+/* One rank ends its world while the others' live on. */
 GPU_TEST_ON_HOSTS(12, 3, schedules[seed % 3],
                   who_ends_early_does_its_part_of_the_last_step)
 {

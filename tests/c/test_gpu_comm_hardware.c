@@ -1,21 +1,21 @@
-/* test_gpu_comm_hardware.c - what NCCL does on real machines: it keeps threads inside,
- * connects ranks in the first operation of a kind, sends when an operation is done
- * already, and needs memory for all of that.
+/* test_gpu_comm_hardware.c - NCCL on real machines: it blocks threads, connects ranks
+ * in the first operation of a kind, sends after an operation is done, and needs memory
+ * for all of that.
  */
 #include "gpu_ranks.h"
 
 enum { LARGE_BYTES = 5 << 20 };
 #define SOON_NS (500 * TIMES_AS_LONG * PLI_MS)
 
-/* ---- threads that NCCL keeps ---------------------------------------------------- */
+/* ---- threads that NCCL blocks --------------------------------------------------- */
 
 typedef struct kept_inside {
     atomic_int n_over; /* ranks that may go on */
-    int n_ops;         /* that rank 0 issues, and no other rank */
+    int n_ops;         /* issued by rank 0 only */
     pl_op op;
 } kept_inside;
 
-/* Rank 0's thread is kept inside by what rank 1, which is well, never does. */
+/* Rank 0's thread is blocked by an operation that rank 1, which is well, never does. */
 static void wait_inside(gpu_rank *self)
 {
     kept_inside *it = self->all->context;
@@ -34,7 +34,7 @@ static void wait_inside(gpu_rank *self)
         CHECK_OK(gpu_step(self));
 }
 
-/* Nothing that a step does is tried before but all-reduces and broadcasts. */
+/* Only all-reduces and broadcasts are tried before steps. */
 TEST(a_call_that_does_not_come_back_is_given_up_at_the_deadline)
 {
     for (uint64_t seed = 1; seed <= 2; seed++) {
@@ -76,7 +76,7 @@ TEST(a_full_queue_is_waited_for)
     }
 }
 
-/* Memory that is given back is deregistered, which a peer's proxy has to answer. */
+/* Returned memory is deregistered, which a peer's proxy must answer. */
 static void deregister(gpu_rank *self)
 {
     pli_memory_ref *kept[3];
@@ -90,7 +90,7 @@ static void deregister(gpu_rank *self)
     (void)self->comm->device->renew(self->comm); /* retires two of them */
     CHECK(fake_synchronize_all());
     (void)self->comm->device->renew(
-        self->comm); /* which the device is through with now */
+        self->comm); /* which the device has finished with */
     CHECK(pl_comm_progress(self->comm) != PL_OK);
 }
 
@@ -128,7 +128,7 @@ static void must_not_run(gpu_rank *self)
     CHECK(0);
 }
 
-/* Rank 1 never comes to NCCL, and rank 0 gives up. */
+/* Rank 1 never enters NCCL, and rank 0 gives up. */
 static void *come_alone(void *memory)
 {
     gpu_rank *self = memory;
@@ -199,7 +199,7 @@ static void await_all(gpu_rank *self)
         pli_sleep_ns(100000);
 }
 
-/* Of each size that a bucket, or the model's broadcast, may have. */
+/* Operations of each size that a bucket, or the model's broadcast, may have. */
 static void connect_nothing_in_steps(gpu_rank *self)
 {
     static const size_t sizes[] = {1000, 70000, 300000, LARGE_BYTES / 4};
@@ -235,7 +235,7 @@ TEST(a_step_connects_nothing)
     }
 }
 
-/* Only one rank comes to the trial, until it gives up. */
+/* Only one rank enters the trial, until it gives up. */
 static void prepare_alone(gpu_rank *self)
 {
     if (self->rank == 0) {
@@ -257,12 +257,12 @@ TEST(a_trial_that_is_given_up_is_told_by_its_reason)
         all.context = &n_here;
         all.deadline_ns = SOON_NS;
         all.fake.lazy_connect = 0;
-        all.fake.abort_ms = 500; /* the watchdog looks meanwhile */
+        all.fake.abort_ms = 500; /* the watchdog checks meanwhile */
         gpu_ranks_run_world(&all, prepare_alone);
     }
 }
 
-/* What comes into the memory before the trial is read behind it by nobody. */
+/* The stream reads the memory before the trial overwrites it, and not afterwards. */
 GPU_TEST(4, 2, FAKE_LATE, a_trial_comes_behind_what_the_stream_still_reads)
 {
     void *out = NULL;
@@ -289,7 +289,7 @@ static void prepare_in_vain(gpu_rank *self)
     CHECK(pl_comm_progress(self->comm) != PL_OK);
 }
 
-/* Runs a world whose trial fails; returns how many ranks say `what`. */
+/* Runs a world whose trial fails; returns how many ranks' messages contain `what`. */
 static int fail_trial(gpu_ranks *all, void (*run)(gpu_rank *self), pl_status st,
                       const char *what)
 {
@@ -310,7 +310,7 @@ static int fail_trial(gpu_ranks *all, void (*run)(gpu_rank *self), pl_status st,
     return n_said;
 }
 
-/* Ways that every world has fit, those of steps do not; or none does. */
+/* The connections of every world fit, those of steps do not; or none fit. */
 TEST(memory_that_a_connection_lacks_is_missed_at_construction)
 {
     for (uint64_t seed = 1; seed <= 3; seed++) {
@@ -331,7 +331,7 @@ TEST(numbers_that_are_wrong_are_found_at_construction)
     for (uint64_t seed = 1; seed <= 3; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
         all.device_bytes = LARGE_BYTES;
-        all.fake.corrupt_bytes = 1 << 20; /* small ones take another way */
+        all.fake.corrupt_bytes = 1 << 20; /* small ones use another path */
         CHECK(fail_trial(&all, prepare_in_vain, PL_ESYS, "wrong numbers") == 2);
         all = gpu_ranks_of(2, seed, FAKE_RANDOM);
         all.fake.corrupt_bytes = 1;
@@ -355,7 +355,7 @@ TEST(ranks_on_one_card_are_told_what_to_do_by_every_nccl)
     }
 }
 
-/* Since 2.30 parts of a card are GPUs of their own. */
+/* Since 2.30 the parts of a card are separate GPUs. */
 TEST(parts_of_one_card_take_a_rank_each)
 {
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
@@ -366,8 +366,8 @@ TEST(parts_of_one_card_take_a_rank_each)
 
 /* ---- the end -------------------------------------------------------------------- */
 
-/* Rank 0 ends its world when its device is done; what it has sent lies with the proxy
- * still, and rank 1's device waits for it. */
+/* Rank 0 ends its world when its device is done; its data still lies with the proxy,
+ * and rank 1's device waits for it. */
 static void end_first(gpu_rank *self)
 {
     atomic_int *n_ended = self->all->context;

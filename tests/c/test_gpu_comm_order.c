@@ -1,8 +1,8 @@
 /* test_gpu_comm_order.c - the order between a user's streams and the world's own.
  *
- * Nothing here waits on the host between the first step and the last: values are
- * brought into the ranges, and out of them, by copies on the user's streams, so that
- * only events order them.  As late, as early and in as random an order as the fake can.
+ * The host does not wait between the first step and the last: copies on the user's
+ * streams bring values into the ranges and out of them, so that only events order them.
+ * The fake runs operations as late, as early and in as random an order as it can.
  *
  *     test_gpu_comm_order [seeds [first seed]]
  */
@@ -17,7 +17,7 @@ enum {
     N_SEEDS = IS_SANITIZED ? 4 : 8
 };
 
-/* How a test has its results ordered. */
+/* How a test orders its results. */
 typedef enum ordering { BY_ORDER, BY_DONE, N_ORDERINGS } ordering;
 
 typedef struct plan {
@@ -25,12 +25,12 @@ typedef struct plan {
     ordering by;
 } plan;
 
-/* A rank's own memory: what goes into each range, and what came out. */
+/* A rank's own memory: inputs and results of each range. */
 typedef struct sheets {
     char *in[N_STEPS][N_OPS];
     char *out[N_STEPS][N_OPS];
     pl_event *done[N_OPS];
-    pl_event *here; /* other streams to the first */
+    pl_event *here; /* orders other streams before the first */
     pl_stream *second;
 } sheets;
 
@@ -133,7 +133,7 @@ static pl_status copy(gpu_rank *self, const pl_op *op, void *to, const void *fro
     return self->backend->ops->copy(self->backend, &move, 1, stream);
 }
 
-/* `behind` comes behind what `stream` holds. */
+/* Makes `behind` wait for the work on `stream`. */
 static pl_status put_behind(gpu_rank *self, pl_event *event, pl_stream *behind,
                             pl_stream *stream)
 {
@@ -153,7 +153,7 @@ done:
     return st;
 }
 
-/* Issues operations on what values are brought to. */
+/* Issues operations on ranges that copies fill. */
 static pl_status begin(gpu_rank *self, const sheets *it, const plan *what, size_t s)
 {
     pl_status st = PL_OK;
@@ -226,9 +226,9 @@ TEST(results_reach_whoever_waits_for_them_in_any_order_of_things)
             }
 }
 
-/* ---- a step behind one that failed ---------------------------------------------- */
+/* ---- a step after a failed one -------------------------------------------------- */
 
-/* Begins a step on other values, until a rank gives up. */
+/* Begins a step on different values, until a rank gives up. */
 static pl_status begin_and_fail(gpu_rank *self, const sheets *it, const plan *what)
 {
     pl_status st = PL_OK;
@@ -278,7 +278,7 @@ typedef struct graph {
     CUgraphExec exec;
 } graph;
 
-/* Captures a whole step, which takes from in[1] and gives to out[1]. */
+/* Captures a whole step, which reads in[1] and writes out[1]. */
 static int capture(gpu_rank *self, sheets *it, const plan *what, graph *out)
 {
     CUstream const stream = (CUstream)(void *)self->stream;
@@ -294,7 +294,7 @@ static int capture(gpu_rank *self, sheets *it, const plan *what, graph *out)
     return is_well;
 }
 
-/* Replays the step with the values of step s, and copies what it gives to out[s]. */
+/* Replays the step with the values of step s, and copies the results to out[s]. */
 static int replay(gpu_rank *self, sheets *it, const plan *what, const graph *of,
                   size_t s)
 {

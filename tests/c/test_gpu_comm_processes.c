@@ -1,6 +1,5 @@
-/* test_gpu_comm_processes.c - GPU worlds of processes: one works, is killed, or stops;
- * and worlds whose words somebody else carries (group_comm.h).
- */
+/* test_gpu_comm_processes.c - GPU worlds of processes: they work, or one is killed or
+ * stopped; and worlds over a process group (group_comm.h). */
 #include "gpu_ranks.h"
 #include "processes.h"
 
@@ -8,7 +7,7 @@
 
 #define SOON_NS ((IS_SANITIZED ? 12000 : 5000) * PLI_MS)
 
-/* A child's end of a GPU world; `all` is its own alone. */
+/* A child's part of a GPU world; `all` is its own. */
 typedef struct worker {
     gpu_ranks all;
     gpu_rank rank;
@@ -68,7 +67,7 @@ static pl_status worker_step(worker *it, unsigned step)
         return PL_ESYS;
     PL_TRY(gpu_step(&it->rank));
     if (gpu_n_wrong(&it->rank, &mean, step) != 0)
-        st = await_failure(it->rank.comm); /* a rank that died took its part along */
+        st = await_failure(it->rank.comm); /* a rank that died did not do its part */
 done:
     return st;
 }
@@ -107,7 +106,7 @@ static void step_until_it_fails(child *self)
     }
     child_report(self, st);
     await_flag(&self->board->is_stopped);
-    fake_forget_errors(); /* it may have waited for what never came */
+    fake_forget_errors(); /* it may have waited for an operation that never came */
     worker_close(&it, self);
 }
 
@@ -127,7 +126,7 @@ TEST(a_rank_that_is_killed_is_named_by_all)
     }
 }
 
-/* Rank 0's host is in the user's code, its device waits for rank 1, which is killed. */
+/* Rank 0's host is in user code; its device waits for rank 1, which is killed. */
 static void wait_on_the_device(child *self)
 {
     worker it;
@@ -155,7 +154,7 @@ static void wait_on_the_device(child *self)
     worker_close(&it, self);
 }
 
-/* The same in a graph's replay, of which no host says anything. */
+/* The same in a graph's replay, which no host follows. */
 static void replay(child *self)
 {
     worker it;
@@ -206,7 +205,7 @@ TEST(a_rank_that_stands_still_is_noticed_at_the_deadline)
     while (atomic_load(&all->note) < 2)
         pli_sleep_ns(PLI_MS);
     (void)processes_lose(all, 1, SIGSTOP);
-    /* Or its operation, where the host waited on the device and not for the rank. */
+    /* Or the operation, if the host waited on the device and not for the rank. */
     const char *words = all->reports[0].words;
     if (!CHECK(all->reports[0].status == PL_ETIMEOUT &&
                (blames(words, 0, 1) || strstr(words, "on the device") != NULL)))
@@ -214,9 +213,9 @@ TEST(a_rank_that_stands_still_is_noticed_at_the_deadline)
     board_destroy(all);
 }
 
-/* ---- words that somebody else carries ------------------------------------------- */
+/* ---- worlds over a process group ------------------------------------------------ */
 
-/* Carries them by a world of threads, through that one's arena. */
+/* A group that carries data through the arena of a world of threads. */
 typedef struct carrier {
     pl_comm *through;
     char *arena; /* the group_comm's */
@@ -328,7 +327,7 @@ TEST(a_group_comm_serves_as_the_base_of_a_gpu_world)
         run_over_group(2 + (int)(seed % 2), seed, step_and_fail, 0);
 }
 
-/* The host is ahead of the device: a step that is over has means yet to come. */
+/* The host is ahead of the device: a finished step may still wait for its means. */
 static void fail_before_the_means(gpu_rank *self)
 {
     (void)gpu_fill(self, &mean, 1);

@@ -1,11 +1,10 @@
 /* test_gpu_memory.c - a world's memory on its GPU: when it is deregistered and freed,
- * and where it comes from when there is little.
- */
+ * and where it is allocated when little is left. */
 #include "gpu_ranks.h"
 
 #include "nccl/gpu_memory.h"
 
-/* What a further world of the process's would do. */
+/* Does what a further world of the process would do. */
 static void make_and_end_a_pool(const gpu_rank *self)
 {
     const pli_pool_options options = {
@@ -20,7 +19,7 @@ static void make_and_end_a_pool(const gpu_rank *self)
 
 /* ---- captures ------------------------------------------------------------------- */
 
-/* In the thread that captures `stream`, as the garbage collector may do it. */
+/* Ends a world in the thread that captures `stream`, as the garbage collector may. */
 static void end_in_a_capture(gpu_rank *self, CUstream stream)
 {
     CUgraph graph = NULL;
@@ -62,10 +61,10 @@ TEST(a_world_that_ends_in_a_capture_does_not_spoil_it)
     }
 }
 
-/* ---- what is in flight ---------------------------------------------------------- */
+/* ---- work in flight ------------------------------------------------------------- */
 
-/* Three gradients are kept, and dropped while the device is behind: their blocks are
- * more than the one that is kept as a spare. */
+/* Three gradients are kept, and dropped while the device is behind: two more blocks
+ * than the one kept as a spare. */
 GPU_TEST(9, 1 + seed % 3, FAKE_LATE,
          memory_is_deregistered_and_freed_behind_its_last_operation)
 {
@@ -81,7 +80,7 @@ GPU_TEST(9, 1 + seed % 3, FAKE_LATE,
     const int64_t n_most = fake_bytes_in_use(self->rank);
     CHECK_OK(self->comm->device->renew(self->comm));
     CHECK(fake_synchronize_all());
-    for (int k = 0; k < 20; k++) /* a query may take its time */
+    for (int k = 0; k < 20; k++) /* a query may take time */
         CHECK_OK(self->comm->device->renew(self->comm));
     CHECK(fake_bytes_in_use(self->rank) == n_most / 2); /* one in use, one spare */
     CHECK_OK(gpu_agree_on_end(self));
@@ -93,8 +92,7 @@ static int is_behind(gpu_rank *self, int of_user)
     return cuStreamQuery((CUstream)(void *)(of_user ? self->stream : side)) != 0;
 }
 
-/* A backward that failed has left work on a user's stream, and no operation behind it.
- */
+/* A failed backward has left work on a user's stream, and no operation after it. */
 static void end_behind_a_failed_step(gpu_rank *self)
 {
     CUstream stream = NULL;
@@ -113,7 +111,7 @@ static void end_behind_a_failed_step(gpu_rank *self)
     pli_cuda_leave(self->backend, &scope);
 }
 
-/* What a capture has been given is in its graph, or nowhere. */
+/* All captured work is in the graph. */
 static void follow_a_capture(gpu_rank *self)
 {
     CUstream stream = NULL;
@@ -139,7 +137,7 @@ TEST(what_a_failed_step_left_comes_before_the_end)
     gpu_ranks_run_world(&all, follow_a_capture);
 }
 
-/* A view is read after its world has gone, and dropped while that is in flight. */
+/* A view is read after its world's end, and dropped while the read is in flight. */
 GPU_TEST(4, 2, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM,
          a_view_that_outlives_its_world_is_freed_behind_its_reader)
 {
@@ -160,7 +158,7 @@ GPU_TEST(4, 2, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM,
     CHECK(fake_bytes_in_use(self->rank) == 0);
 }
 
-/* Of more streams than are known by name the newest are. */
+/* Of more streams than the pool keeps, the newest are known. */
 GPU_TEST(1, 2, FAKE_LATE, memory_is_freed_behind_the_newest_readers)
 {
     CUstream streams[2 * PLI_POOL_READERS];
@@ -172,7 +170,7 @@ GPU_TEST(1, 2, FAKE_LATE, memory_is_freed_behind_the_newest_readers)
     if (CHECK_OK(gpu_step(self)))
         for (int i = 0; i < 2 * PLI_POOL_READERS; i++)
             CHECK_OK(pli_comm_order(self->comm, (pl_stream *)(void *)streams[i]));
-    for (int i = 0; i < PLI_POOL_READERS; i++) /* those it has forgotten */
+    for (int i = 0; i < PLI_POOL_READERS; i++) /* streams no longer kept */
         CHECK(cuStreamDestroy(streams[i]) == 0);
     CHECK(cuMemsetD8Async(
               (CUdeviceptr)(uintptr_t)pli_comm_memory(self->comm, mean.offset_bytes), 0,
@@ -183,7 +181,7 @@ GPU_TEST(1, 2, FAKE_LATE, memory_is_freed_behind_the_newest_readers)
     pli_cuda_leave(self->backend, &scope);
 }
 
-/* The user's stream is destroyed, which the world does not hear of. */
+/* The user's stream is destroyed, without notice to the world. */
 static void destroy_a_reader(gpu_rank *self)
 {
     CUstream stream = NULL;
@@ -207,13 +205,13 @@ TEST(a_reader_that_has_gone_does_not_keep_the_memory)
     if (!gpu_ranks_start(&all))
         return;
     CHECK(gpu_ranks_run(&all, destroy_a_reader, NULL) == 0);
-    /* There is no other way to find out. */
+    /* There is no other way to detect it. */
     CHECK(fake_errors() == 1 && strstr(fake_error(0), "was used after its end") != 0);
     fake_forget_errors();
     gpu_ranks_end(&all);
 }
 
-/* ---- where it comes from -------------------------------------------------------- */
+/* ---- allocation ----------------------------------------------------------------- */
 
 static atomic_int n_emptied;
 
@@ -290,7 +288,7 @@ TEST(caches_are_emptied_once_where_there_is_no_memory)
     bench_close(&it);
 }
 
-/* Of NCCL's allocator, by its version and the arena's size. */
+/* Blocks of NCCL's allocator, by its version and the arena's size. */
 static int n_of_nccl(int version, size_t n_bytes)
 {
     bench it;

@@ -1,7 +1,7 @@
 /* test_group_comm.c - worlds over a user's process group.
  *
- * The group of these tests is a ferry: it brings each range to a world of threads,
- * has that do the operation, and brings what came of it back.
+ * The group of these tests is a ferry: it copies each range to a world of threads,
+ * which does the operation, and copies the result back.
  */
 #include "comm/group_comm.h"
 #include "comm/shm_init.h"
@@ -13,13 +13,13 @@ enum { MAX_OPS = 4096, ARENA_BYTES = 1 << 16, N_ELEMS = 1000 };
 
 typedef struct ferry {
     pl_comm *world;      /* does the work */
-    pl_comm *group_comm; /* where the ranges lie */
+    pl_comm *group_comm; /* holds the ranges */
     pl_op *ops;          /* MAX_OPS of them */
     pl_ticket n_issued;
     pl_ticket n_done;
     pl_ticket fail_issue; /* the ticket whose issue fails; 0: none */
     pl_ticket fail_wait;
-    int n_delays; /* waits that answer PL_EAGAIN first */
+    int n_delays; /* waits that return PL_EAGAIN first */
     int n_drops;
 } ferry;
 
@@ -142,7 +142,7 @@ static float *floats_of(pl_comm *comm)
     return (float *)comm->arena;
 }
 
-/* ---- what is carried ------------------------------------------------------------ */
+/* ---- operations ----------------------------------------------------------------- */
 
 static void reduce_and_send(rank_job *job)
 {
@@ -154,7 +154,7 @@ static void reduce_and_send(rank_job *job)
          .root = job->world_size - 1,
          .offset_bytes = N_ELEMS * sizeof(float),
          .n_elems = N_ELEMS},
-        mean_of(0), /* of nothing */
+        mean_of(0), /* no elements */
         {.kind = PL_BARRIER},
     };
     pl_ticket ticket = 0;
@@ -230,14 +230,14 @@ GROUP_TEST(2, group_callbacks_may_ask_for_more_time)
 
 /* ---- failures ------------------------------------------------------------------- */
 
-/* Nothing works any more, and each call says why. */
+/* Every call fails, with the reason. */
 static void check_failed(rank_job *job, const char *words)
 {
     const pl_op op = mean_of(1);
     pl_ticket ticket = 77;
     pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EPEER);
-    CHECK(ticket == 77); /* written on success alone */
+    CHECK(ticket == 77); /* written on success only */
     CHECK_SAYS(words, "wrap the model anew on every rank");
     CHECK(blames(pl_error_message(), job->world_size, job->rank));
     CHECK_FAILS(pl_comm_wait(job->comm, 0, 0), PL_EPEER, words);
@@ -258,7 +258,7 @@ GROUP_TEST(2, an_operation_that_cannot_begin_is_the_end_of_the_group_comm)
     CHECK_FAILS(pl_comm_issue(job->comm, &op, &ticket), PL_ESYS, "the bridge is up");
     CHECK(ticket == 1);
     check_failed(job, "the bridge is up");
-    pl_comm_abort(job->comm, "something that came of it"); /* the first words stay */
+    pl_comm_abort(job->comm, "something that came of it"); /* the first message stays */
     check_failed(job, "the bridge is up");
 }
 
@@ -294,7 +294,7 @@ static void check_withdrawn(const pl_reducer *reducer, rank_job *job)
     CHECK_OK(pl_comm_progress(job->comm));
 }
 
-/* Any number of times before its first operation, and not after it. */
+/* A step may fail any number of times before its first operation, and not after it. */
 static void fail_steps(rank_job *job, size_t extra_bytes)
 {
     const pl_param param = {.n_elems = 4, .dtype = PL_F32};
@@ -417,7 +417,7 @@ TEST(a_window_shows_the_arena_of_the_base)
     pli_window_see(window, 0);
     CHECK_OK(pli_window_retire(window));
     floats_of(group_comm)[(1 << 16) / sizeof(float)] = 6;
-    CHECK(*(float *)(void *)window->base == 5); /* whoever looks keeps its value */
+    CHECK(*(float *)(void *)window->base == 5); /* the view keeps its value */
     pli_window_unsee(window, 0);
     pli_window_release(window);
     pli_listener_destroy(listener);

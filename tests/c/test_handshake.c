@@ -1,6 +1,5 @@
-/* test_handshake.c - who connects to rank 0 besides its ranks, and what signals do to
- * the words that they exchange.
- */
+/* test_handshake.c - strangers that connect to rank 0 beside its ranks, and what
+ * signals do to the exchanged messages. */
 #include "processes.h"
 
 #include <errno.h>
@@ -14,7 +13,7 @@
 
 enum { N_SILENT = 20 };
 
-/* What rank 1 ends with where it is told that there will be no world. */
+/* Exit status of rank 1 if it is told that there will be no world. */
 enum { OF_ANOTHER_USER = 7, NOT_ACCEPTED = 8 };
 
 static int connect_to(const char *address)
@@ -28,7 +27,7 @@ static int connect_to(const char *address)
     return fd;
 }
 
-/* Rank 1 first connects many times without a word, or with another's. */
+/* Rank 1 first connects many times without a message, or with a wrong one. */
 static void come_among_strangers(child *self)
 {
     int silent[N_SILENT];
@@ -40,7 +39,7 @@ static void come_among_strangers(child *self)
     }
     const int64_t begin = pli_now_ns();
     CHECK_OK(child_join(self));
-    CHECK(pli_now_ns() - begin < 4000 * PLI_MS); /* each of them had 5 s before */
+    CHECK(pli_now_ns() - begin < 4000 * PLI_MS); /* not 5 s for each of them */
     if (self->rank == 1) {
         CHECK(recv(silent[0], &answer, sizeof answer, 0) == (ssize_t)sizeof answer);
         CHECK(strstr(answer.message, "heard no rank") != NULL);
@@ -61,14 +60,14 @@ typedef struct meeting {
     pli_watch watch;
 } meeting;
 
-/* Says that it is a rank of a world of two, in a process of its own. */
+/* Starts a process that joins a world of two as rank 1. */
 static pid_t start_rank_1(meeting *it)
 {
     const pid_t parent = getpid();
     (void)fflush(NULL);
     const pid_t pid = fork();
     if (pid == 0) {
-        pli_listener_close(it->listener); /* rank 0 alone has it */
+        pli_listener_close(it->listener); /* only rank 0 has it */
         const int pids[2] = {parent, 0};
         const pli_shm_options options = {
             .rank = 1, .world_size = 2, .deadline_ns = RANKS_DEADLINE_NS, .pids = pids};
@@ -130,7 +129,7 @@ TEST(a_signal_at_any_call_loses_no_rank)
 TEST(a_rank_of_another_user_is_refused_in_words)
 {
     meeting it;
-    if (geteuid() != 0 || !begin_meeting(&it)) /* only root can be another */
+    if (geteuid() != 0 || !begin_meeting(&it)) /* only root can become another user */
         return;
     CHECK(seteuid(12345) == 0);
     CHECK_FAILS(accept_rank_1(&it), PL_ESYS,
@@ -157,7 +156,7 @@ TEST(a_rank_that_cannot_be_accepted_is_not_left_waiting)
                 "cannot accept another rank's connection");
     CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
     int how = 0;
-    CHECK(waitpid(it.pids[1], &how, 0) == it.pids[1]); /* with the listener at hand */
+    CHECK(waitpid(it.pids[1], &how, 0) == it.pids[1]); /* while the listener is open */
     CHECK(WIFEXITED(how) && WEXITSTATUS(how) == NOT_ACCEPTED);
     CHECK_FAILS(pli_shm_create(&options, it.listener, NULL, &comm), PL_EINVAL,
                 "this listener has had its world");

@@ -46,7 +46,7 @@ TEST(each_length_has_a_hash_of_its_own)
     CHECK(all_differ(hashes, sizeof zeros + 1));
 }
 
-/* A bit that were set outside these bounds is 8 deviations away. */
+/* A bit count outside these bounds is 8 standard deviations off. */
 TEST(each_bit_is_drawn_evenly)
 {
     int n_set[MOST_BITS] = {0};

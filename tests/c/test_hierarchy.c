@@ -5,7 +5,7 @@
 #include "steps.h"
 
 enum {
-    MOST_ELEMS = 20000, /* float64: more than is sent whole between three hosts */
+    MOST_ELEMS = 20000, /* float64: more than is sent in one part between three hosts */
     N_RANGES = 8,
     RANGE_ELEMS = 3000,
 };
@@ -27,7 +27,7 @@ static hosts world_of(size_t k)
     return it;
 }
 
-/* In the first n worlds; the context is the world itself. */
+/* Runs in the first n worlds; the context is the world itself. */
 static void run_worlds(size_t n, size_t arena_bytes, void (*run)(rank_job *job))
 {
     for (size_t k = 0; k < n; k++) {
@@ -71,8 +71,8 @@ HOSTS_TEST(N_WORLDS, ops_arena_bytes(MOST_ELEMS),
     }
 }
 
-/* Where hosts have unequal numbers of ranks none counts for more than one: a mean of
- * values of which twice is too much is found. */
+/* If hosts have unequal numbers of ranks, no rank may count twice: in this mean, twice
+ * a value is seen. */
 static void average_large_halves(rank_job *job)
 {
     const pl_op op = {
@@ -112,8 +112,8 @@ static pl_op drawn_op(draw *shared, size_t range, int world_size)
     return op;
 }
 
-/* Several in flight, some of which follow one another; waits and rests are each rank's
- * own. */
+/* Several operations in flight, some of which follow one another; each rank draws its
+ * own waits and pauses. */
 static void do_many(rank_job *job)
 {
     draw shared = draw_of(*(const uint64_t *)job->context);
@@ -167,7 +167,7 @@ TEST(reducers_have_exact_means)
     }
 }
 
-/* Ranks that lag: the deadline is of silence, and no rank is silent. */
+/* Some ranks lag: the deadline applies to silence, and no rank is silent. */
 TEST(a_rank_that_is_slow_fails_nobody)
 {
     hosts world = world_of(1);
@@ -241,7 +241,7 @@ static void check_stays_failed(rank_job *job)
     CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EPEER && ticket == 77);
 }
 
-/* A step of several operations, checked; returns 0 where it fails. */
+/* A step of several operations, checked; returns 0 if it fails. */
 static int do_step(rank_job *job, unsigned seed, int n_ops)
 {
     pl_ticket ticket = 0;
@@ -263,7 +263,7 @@ static int do_step(rank_job *job, unsigned seed, int n_ops)
     return 1;
 }
 
-/* A rank's part of a step that it, or another, gives up: it may have issued some of its
+/* A rank's part of a step that it, or another rank, gives up: it may have issued some
  * operations. */
 static void fail_step(rank_job *job, unsigned seed, int is_culprit)
 {
@@ -320,7 +320,7 @@ TEST(a_failed_step_is_left_behind_on_every_host)
     }
 }
 
-/* Failing between steps: what was waited for before has ended on every host. */
+/* A rank fails between steps: operations waited for before have ended on every host. */
 HOSTS_TEST(3 * N_WORLDS, N_RANGES *ops_arena_bytes(large_elems),
            a_step_that_fails_at_its_beginning_is_left_behind)
 {
@@ -341,15 +341,15 @@ typedef struct interruption {
     uint64_t seed;
 } interruption;
 
-/* Takes a few steps, and is interrupted somewhere in the last, its own part of which
- * may have been done. */
+/* Takes a few steps, and is interrupted in the last; its own part of that may be
+ * done. */
 static void be_interrupted(rank_job *job)
 {
     const interruption *what = job->context;
-    verdicts *all = job->context; /* its first */
+    verdicts *all = job->context; /* its first member */
     draw shared = draw_of(what->seed);
     pl_recovery recovery = PL_NOTHING_FAILED;
-    const int has_begun = do_step(job, 1, 3); /* not where the world has ended since */
+    const int has_begun = do_step(job, 1, 3); /* 0 if the world has ended since */
     if (job->rank == all->culprit) {
         pl_op op = mean_of(17 + draw_below(&shared, 3) * (large_elems / 2));
         pl_ticket ticket = 0;
@@ -395,8 +395,8 @@ TEST(no_host_takes_a_step_that_another_does_not)
     printf("%u worlds went on, %u with the step taken\n", n_went_on, n_ended);
 }
 
-/* Another thread may hear of a host's next step, failed, before this one has come to
- * see that its own is over. */
+/* Another thread may learn that a host's next step has failed before this one sees that
+ * its own step is over. */
 static void see_the_end_late(rank_job *job)
 {
     pl_op op = mean_of(17);
@@ -433,7 +433,7 @@ TEST(a_step_that_is_over_is_so_for_who_looks_later)
     }
 }
 
-/* A host goes, while others recover: they learn it, and the world is over. */
+/* A host leaves while others recover: they detect it, and the world ends. */
 HOSTS_TEST(2 * N_WORLDS, 2 * ops_arena_bytes(large_elems),
            a_host_that_goes_while_others_recover_ends_the_world)
 {
@@ -451,7 +451,7 @@ HOSTS_TEST(2 * N_WORLDS, 2 * ops_arena_bytes(large_elems),
         return;
     }
     pl_status st = recover_through(job->comm, &recovery);
-    if (st == PL_OK) { /* one that waits for its leader in what it issues next */
+    if (st == PL_OK) { /* a rank that waits for its leader in its next operation */
         const pl_op op = mean_of(10);
         st = do_op(job->comm, &op);
     }
@@ -460,7 +460,7 @@ HOSTS_TEST(2 * N_WORLDS, 2 * ops_arena_bytes(large_elems),
     check_stays_failed(job);
 }
 
-/* The last host goes after one operation, without a word or with an exception's. */
+/* The last host leaves after one operation, with an exception's message or without. */
 HOSTS_TEST(N_WORLDS, 1 << 16, a_host_that_leaves_early_is_named)
 {
     const pl_op op = mean_of(500);
@@ -482,7 +482,7 @@ HOSTS_TEST(N_WORLDS, 1 << 16, a_host_that_leaves_early_is_named)
     check_stays_failed(job);
 }
 
-/* Leaving is no failure for who has what it needs. */
+/* Leaving does not fail a rank that has all it needs. */
 HOSTS_TEST(4 * N_WORLDS, 1 << 16, a_host_that_leaves_after_its_part_fails_nobody)
 {
     pl_op op = mean_of(5000);
@@ -539,7 +539,7 @@ TEST(a_host_that_does_not_come_is_named_at_the_deadline)
     }
 }
 
-/* Three hosts share out a range; the last has sent its parts first, and is silent. */
+/* Three hosts divide a range; the last has sent its parts first, and is silent. */
 typedef struct silence {
     hosts world;
     atomic_int has_begun;
@@ -576,7 +576,7 @@ TEST(who_waits_for_a_silent_host_is_not_blamed_for_it)
     }
 }
 
-/* ---- making one ----------------------------------------------------------------- */
+/* ---- construction --------------------------------------------------------------- */
 
 TEST(what_makes_no_hierarchy_leaves_its_parts_to_their_owner)
 {

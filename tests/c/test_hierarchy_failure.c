@@ -1,5 +1,5 @@
 /* test_hierarchy_failure.c - what other hosts learn of a failure, and when: the rank
- * that fails goes on only when they have. */
+ * that fails continues only when they have. */
 #include <stdatomic.h>
 
 #include "hosts.h"
@@ -7,11 +7,11 @@
 
 enum { N_ELEMS = 50, MOST_MS = 20000 };
 
-/* What a rank does that fails. */
+/* How a rank fails. */
 typedef enum failing {
-    WITH_WORDS,    /* says at once why */
+    WITH_WORDS,    /* sends its message at once */
     WORDS_FOLLOW,  /* ... or a moment later */
-    WITHOUT_WORDS, /* ... or that none follow */
+    WITHOUT_WORDS, /* ... or reports that none follows */
     N_FAILINGS
 } failing;
 
@@ -19,7 +19,7 @@ typedef struct scene {
     failing how;
     int culprit; /* the last host's first rank */
     int ends_step;
-    int has_more;      /* others have issued what the culprit never does */
+    int has_more;      /* others have issued an operation that the culprit never does */
     atomic_int n_know; /* ranks of other hosts */
     atomic_int has_begun;
     atomic_int has_failed;
@@ -32,7 +32,7 @@ static int comes_to(atomic_int *value, int least)
     return atomic_load(value) >= least;
 }
 
-/* An operation, which may be all that a step has. */
+/* An operation, which may be the only one of its step. */
 static pl_status issue(rank_job *job, int ends_step, pl_ticket *out)
 {
     const pl_op op = {.kind = PL_ALL_REDUCE,
@@ -59,7 +59,7 @@ static void check_recovers(rank_job *job)
     CHECK_OK(do_step(job));
 }
 
-/* ---- words ---------------------------------------------------------------------- */
+/* ---- messages ------------------------------------------------------------------- */
 
 static void fail_as(rank_job *job, failing how)
 {
@@ -109,10 +109,10 @@ TEST(other_hosts_know_why_before_the_rank_goes_on)
     }
 }
 
-/* ---- a thread that only asks ---------------------------------------------------- */
+/* ---- a thread that only queries ------------------------------------------------- */
 
-/* Host 0 fails when it has done its part, host 1 only asks, and host 2 lacks the part
- * of host 1: it is not to wait until that one has time for more than questions. */
+/* Host 0 fails after its part, host 1 only queries, and host 2 lacks host 1's part: it
+ * must not wait until host 1 does more than query. */
 static void only_ask(rank_job *job)
 {
     scene *it = job->context;
@@ -142,8 +142,8 @@ TEST(who_only_asks_has_others_know)
     hosts_run(&world, 1 << 16, only_ask, &it, 1);
 }
 
-/* Rank 0 has seen the end of an operation and fails in what comes after.  Rank 1 hears
- * that before it has looked at the end that has come to it. */
+/* Rank 0 has seen the end of an operation and fails in the next.  Rank 1 learns of that
+ * before it has read that the operation ended. */
 static void ask_before_the_end_is_seen(rank_job *job)
 {
     scene *it = job->context;
@@ -157,7 +157,7 @@ static void ask_before_the_end_is_seen(rank_job *job)
     } else {
         pl_ticket more = 0;
         CHECK_OK(issue(job, it->ends_step, &ticket));
-        if (it->has_more) /* that will not come: by asking it learns so */
+        if (it->has_more) /* that will not come: the query shows it */
             CHECK_OK(issue(job, 1, &more));
         atomic_store(&it->has_begun, 1);
         CHECK(comes_to(&it->has_failed, 1));

@@ -15,11 +15,11 @@ enum { N_WORLDS = sizeof worlds / sizeof worlds[0] };
 
 typedef struct interruption {
     verdicts found;
-    int n_rows; /* of each rank's; 0: numbers of rows are all that travels */
+    int n_rows; /* per rank; 0: only counts of rows are sent */
 } interruption;
 
-/* One step: an exchange of rows, of which every rank has the same.  A culprit does as
- * much as it can without waiting, a drawn number of times. */
+/* One step: an exchange of rows, the same on every rank.  A culprit does as much as it
+ * can without waiting, a drawn number of times. */
 static pl_status exchange_rows(rank_job *job, int n_rows, int is_culprit)
 {
     static float values[N_ROWS * ROW_ELEMS];
@@ -58,7 +58,7 @@ done:
 static void be_interrupted(rank_job *job)
 {
     const int n_rows = ((const interruption *)job->context)->n_rows;
-    verdicts *all = job->context; /* its first */
+    verdicts *all = job->context; /* its first member */
     pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK_OK(exchange_rows(job, n_rows, 0));
     if (job->rank == all->culprit) {

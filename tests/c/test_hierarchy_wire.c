@@ -1,5 +1,5 @@
-/* test_hierarchy_wire.c - what a leader sends to another host, and takes from it: the
- * test is that host. */
+/* test_hierarchy_wire.c - what a leader sends to another host, and receives: the test
+ * is that host. */
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -10,11 +10,11 @@
 
 enum { N_BUCKETS = 3, BUCKET_ELEMS = 1 << 16, FLAG_BYTES = 100, HEAD_BYTES = 24 };
 
-/* Host 0 of two, with one rank; peer[]: what host 1 has. */
+/* Host 0 of two, with one rank; peer[]: host 1's sockets. */
 typedef struct scene {
     pl_comm *world;
     int peer[PLI_N_LINK_STREAMS];
-    size_t n_bytes; /* that have come */
+    size_t n_bytes; /* received */
 } scene;
 
 static int scene_init(scene *it)
@@ -44,7 +44,7 @@ static void scene_fini(scene *it)
         (void)close(it->peer[s]);
 }
 
-/* Host 1 has the same gradients, so it sends what it receives. */
+/* Host 1 has the same gradients, so it sends back what it receives. */
 static void echo(scene *it)
 {
     static char bytes[1 << 14];
@@ -100,11 +100,11 @@ TEST(a_step_sends_each_bucket_once_and_a_head_with_it)
     scene_fini(&it);
 }
 
-/* ---- how much is sent ----------------------------------------------------------- */
+/* ---- bytes sent ----------------------------------------------------------------- */
 
-static atomic_size_t n_bytes_sent; /* by all hosts, heads among them */
+static atomic_size_t n_bytes_sent; /* by all hosts, heads included */
 
-/* The one of the C library, counted. */
+/* The C library's function, counted. */
 ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
 {
     const ssize_t n = syscall(SYS_sendmsg, fd, message, flags);
@@ -122,7 +122,7 @@ static void average_one_range(rank_job *job)
     CHECK_OK(do_op(job->comm, &op));
 }
 
-/* What all hosts send for one range, without heads. */
+/* Bytes that all hosts send for one range, without heads. */
 static size_t bytes_sent_for(int n_hosts, size_t n_bytes, size_t n_messages)
 {
     hosts it = {.n_hosts = n_hosts, .deadline_ns = RANKS_DEADLINE_NS};
@@ -133,8 +133,8 @@ static size_t bytes_sent_for(int n_hosts, size_t n_bytes, size_t n_messages)
     return atomic_load(&n_bytes_sent) - n_messages * HEAD_BYTES;
 }
 
-/* 2 S (n - 1) / n of S bytes a host is the least that n hosts can send.  They send more
- * where a second round would cost more than the bytes that it saves. */
+/* The least that n hosts can send is 2 S (n - 1) / n of S bytes per host.  They send
+ * more if a second round would cost more than the bytes that it saves. */
 TEST(hosts_send_no_more_than_they_must)
 {
     const size_t least_saved = 1 << 16;
@@ -148,7 +148,7 @@ TEST(hosts_send_no_more_than_they_must)
     }
 }
 
-/* ---- what no host sends --------------------------------------------------------- */
+/* ---- invalid heads -------------------------------------------------------------- */
 
 static void send_head(const scene *it, pli_link_stream stream, uint64_t number,
                       uint64_t n_bytes)
@@ -158,8 +158,8 @@ static void send_head(const scene *it, pli_link_stream stream, uint64_t number,
           (ssize_t)sizeof head);
 }
 
-/* The step fails here, and host 1 sends a head that no host sends: without waiting for
- * what it promises, the world ends. */
+/* The step fails here, and host 1 sends an invalid head: the world ends, without
+ * waiting for the bytes that the head announces. */
 static void recover_from(pli_link_stream stream, uint64_t number, uint64_t n_bytes)
 {
     scene it;
@@ -181,7 +181,7 @@ TEST(a_head_that_no_host_sends_ends_the_world_at_once)
     const uint64_t mark = UINT64_C(1) << PLI_EPOCH_SHIFT;
     for (pli_link_stream s = PLI_LINK_DATA; s < PLI_N_LINK_STREAMS; s++) {
         recover_from(s, 1, UINT64_MAX);
-        recover_from(s, 1, UINT64_MAX - HEAD_BYTES + 1); /* whole at once, overflowed */
+        recover_from(s, 1, UINT64_MAX - HEAD_BYTES + 1); /* complete if it overflows */
         recover_from(s, 1, UINT64_C(1) << 40);
         recover_from(s, 0, 0);
         recover_from(s, 1000, 0);

@@ -1,8 +1,8 @@
 /* test_kernels.c - the kernels, built for the host, against the CPU backend and against
  * naive kernels, bit for bit.
  *
- * Each of the three works in an arena of its own, drawn the same; afterwards the arenas
- * are compared whole, so that a write to any wrong place is seen.  Two NaNs are equal,
+ * Each of the three works in its own arena, filled alike; afterwards the whole arenas
+ * are compared, so that a write to any wrong place is seen.  Two NaNs are equal,
  * whatever their payload.
  */
 #define CHECK_OWN_MAIN
@@ -61,7 +61,7 @@ static void arenas_begin(void)
         memcpy(bench.arenas[w], bench.drawn, ARENA_BYTES);
 }
 
-/* That the results at `at` are equal, and the arenas but for NaNs there, too. */
+/* Checks that the results at `at` are equal, and the rest of the arenas bit for bit. */
 static int arenas_are_equal(size_t at, size_t n_bytes, pl_dtype dtype)
 {
     int are_equal = 1;
@@ -225,7 +225,7 @@ TEST(tensors_of_every_type_are_scaled)
     }
 }
 
-/* Each 16-bit float at `from`, and at `to` the one that is `next` further on. */
+/* Each 16-bit float at `from`, and at `to` the one `next` places further. */
 static void draw_halves(unsigned base, unsigned n, unsigned next)
 {
     for (unsigned i = 0; i < n; i++) {
@@ -235,8 +235,8 @@ static void draw_halves(unsigned base, unsigned n, unsigned next)
     }
 }
 
-/* A float added to the next, or times 3/2, lies half way between two; 1001/1000 of it
- * next to where it was. */
+/* The sum of a float and the next, or 3/2 of a float, lies half way between two floats;
+ * 1001/1000 of a float lies next to it. */
 TEST(every_16_bit_float_is_rounded_to_even)
 {
     enum { N = 16384 };
@@ -256,25 +256,25 @@ TEST(every_16_bit_float_is_rounded_to_even)
     }
 }
 
-/* Worked out by hand, so that no reference is its own judge. */
+/* Computed by hand, independently of both references. */
 TEST(known_numbers_are_rounded_as_they_must_be)
 {
     static const struct {
         pl_dtype dtype;
-        uint16_t x, y; /* are added, in float32 */
+        uint16_t x, y; /* added in float32 */
         uint16_t sum;
-        uint16_t from; /* is scaled, in float64 */
+        uint16_t from; /* scaled in float64 */
         int ratio[2];
         uint16_t scaled;
     } examples[] = {
         /* 1 + 2^-11: a tie, down; 1 + 3 * 2^-11: a tie, up */
         {PL_F16, 0x3c00, 0x1000, 0x3c00, 0x3c00, {2049, 2048}, 0x3c00},
         {PL_F16, 0x3c00, 0x1600, 0x3c02, 0x3c00, {2051, 2048}, 0x3c02},
-        /* 65,504 is the largest; 65,519 is rounded to it, 65,520 to infinity */
+        /* 65,504 is the largest; 65,519 rounds to it, 65,520 to infinity */
         {PL_F16, 0x7bff, 0x4b80, 0x7bff, 0x7bff, {65519, 65504}, 0x7bff},
         {PL_F16, 0x7bff, 0x4c00, 0x7c00, 0x7bff, {65520, 65504}, 0x7c00},
         {PL_F16, 0xfbff, 0xcc00, 0xfc00, 0xfbff, {65520, 65504}, 0xfc00},
-        /* denormals: 2^-24 and as much; half of 2^-24: a tie, down; 3/2: up */
+        /* denormals: 2^-24 twice; half of 2^-24: a tie, down; 3/2: up */
         {PL_F16, 0x0001, 0x0001, 0x0002, 0x0001, {1, 2}, 0x0000},
         {PL_F16, 0x03ff, 0x0001, 0x0400, 0x0001, {3, 2}, 0x0002},
         {PL_F16, 0x8001, 0x0001, 0x0000, 0x8001, {1, 2}, 0x8000},
@@ -349,9 +349,9 @@ TEST(slots_of_several_ranks_are_summed_in_rank_order)
     }
 }
 
-/* ---- checksums, and what is copied where they differ ----------------------------- */
+/* ---- checksums, and copies where they differ ------------------------------------- */
 
-/* One word of eight bytes after the other. */
+/* Sums word by word of eight bytes. */
 static uint64_t naive_checksum(const unsigned char *from, size_t n_bytes, size_t offset)
 {
     uint64_t sum = 0;
@@ -410,7 +410,7 @@ TEST(a_checksum_shows_every_bit_that_changes)
     CHECK(checksum(bytes, N, 0) != one);
 }
 
-/* A tensor's checksum is that of its parts; 1,500 are two launches. */
+/* A tensor's checksum is the sum of its parts'; 1,500 parts take two launches. */
 TEST(the_pieces_of_a_segment_are_added_up)
 {
     enum { N = 1500 };
@@ -457,7 +457,7 @@ TEST(segments_whose_checksums_differ_are_copied)
     CHECK(host_kernel_fetched() - n_before == 3 * (N + 1));
 }
 
-/* ---- all of it ------------------------------------------------------------------ */
+/* ---- coverage ------------------------------------------------------------------- */
 
 TEST(every_branch_of_every_kernel_was_taken)
 {

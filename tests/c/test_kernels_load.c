@@ -1,4 +1,4 @@
-/* test_kernels_load.c - where kernels come from, and how work is cut into launches. */
+/* test_kernels_load.c - where kernels are loaded from, and how launches are cut. */
 #define CHECK_OWN_MAIN
 #include <dirent.h>
 #include <limits.h>
@@ -15,9 +15,9 @@
 
 enum { MISFIT = 222, COMPILATION = 6 };
 
-static char cache[] = "/tmp/test_kernels_load.XXXXXX"; /* of the user who has none */
+static char cache[] = "/tmp/test_kernels_load.XXXXXX"; /* these tests' cache */
 
-/* The only file of the cache, or of others in its folder; their number. */
+/* Finds the cache's only file, or one of several; returns their number. */
 static int find_cached(char out[PATH_MAX])
 {
     char folder[PATH_MAX / 2];
@@ -49,7 +49,7 @@ static void start_over(void)
     fake_nvrtc_reset(120);
 }
 
-/* Loads for a device of `compute`; NULL where that fails. */
+/* Loads for a device of `compute`; NULL on failure. */
 static pli_kernels *load(int compute, pl_status expected)
 {
     pli_kernels *kernels = NULL;
@@ -131,7 +131,7 @@ TEST(a_failure_that_is_no_misfit_is_told_as_it_is)
     CHECK(driver_said.n_loads == 2);
 }
 
-/* Every way in which it cannot be helped ends in the same words of advice. */
+/* If no way works, the error always gives the same advice. */
 TEST(without_any_kernels_one_error_says_what_to_do)
 {
     static const char *const failing[] = {"nvrtcCreateProgram", "nvrtcCompileProgram",
@@ -201,7 +201,7 @@ TEST(no_allocation_that_fails_leaves_anything_behind)
 
 /* ---- images of earlier processes ------------------------------------------------ */
 
-/* Has the kernels compiled, or taken from the cache; how often NVRTC was at work. */
+/* Loads the kernels; returns how often NVRTC compiled for that. */
 static int n_compiled_for(int compute)
 {
     const int n_before = fake_nvrtc_compiled();
@@ -260,7 +260,7 @@ TEST(a_file_that_is_not_as_it_was_written_is_compiled_anew)
         else if (how == 4)
             overwrite(path, 40); /* in the image */
         else if (how == 5)
-            CHECK(chmod(path, 0666) == 0); /* of whoever likes to write it */
+            CHECK(chmod(path, 0666) == 0); /* writable by all */
         else
             CHECK(unlink(path) == 0 && mkfifo(path, 0600) == 0);
         CHECK(n_compiled_for(86) == 1);
@@ -269,7 +269,7 @@ TEST(a_file_that_is_not_as_it_was_written_is_compiled_anew)
     }
 }
 
-/* Root may write everywhere: for it a file is in the folder's place. */
+/* Root may write everywhere, so a file takes the folder's place. */
 TEST(a_folder_that_cannot_be_used_is_done_without)
 {
     char folder[PATH_MAX];
@@ -342,7 +342,7 @@ static tensors *tensors_create(void)
     return self;
 }
 
-/* Copies the first n tensors; checks that these alone have arrived, by so many. */
+/* Copies the first n tensors; checks that only these arrived, in so many launches. */
 static void check_launches(pli_kernels *kernels, size_t n, int n_launches)
 {
     tensors *self = tensors_create();
@@ -415,8 +415,7 @@ TEST(what_has_nothing_to_do_is_not_launched)
     unload(kernels);
 }
 
-/* 2^24 + 1 + 2 is 2^24 + 2 in this order, and 2^24 + 4 or + 3 in no order that there
- * is. */
+/* 2^24 + 1 + 2 is 2^24 + 2 in this order, and 2^24 + 4 or + 3 in any other. */
 TEST(additions_to_one_place_keep_their_order)
 {
     start_over();
@@ -435,7 +434,7 @@ TEST(additions_to_one_place_keep_their_order)
     unload(kernels);
 }
 
-/* No memory of that size is touched: the launches do nothing. */
+/* The launches do nothing, so memory of that size is not needed. */
 TEST(more_blocks_than_a_grid_can_have_are_launched_apart)
 {
     start_over();

@@ -38,7 +38,7 @@ static void fill(unsigned char *bytes)
         bytes[i] = (unsigned char)(i * 7 + i / 251);
 }
 
-/* Packs from the memory's middle and compares with an element at a time. */
+/* Packs from the memory's middle, and compares with a copy element by element. */
 static void check_pack(const pli_layout *layout)
 {
     const unsigned char *data = memory + MOST_BYTES / 2;
@@ -70,7 +70,7 @@ TEST(density_is_told_of_any_order_of_dimensions)
         {{{2, 3}, {3, 1}}, 2, 1},
         {{{2, 1}, {3, 2}}, 2, 1},
         {{{2, 1}, {3, 4}, {2, 2}}, 3, 1},
-        {{{1, 999}, {3, 1}}, 2, 1}, /* no second one is reached by it */
+        {{{1, 999}, {3, 1}}, 2, 1}, /* no stride reaches a second one */
         {{{3, 1}, {1, -7}}, 2, 1},
         {{{0, 5}, {3, 77}}, 2, 1}, /* no elements */
         {{{2, 4}, {3, 1}}, 2, 0},  /* a gap */
@@ -89,8 +89,8 @@ TEST(density_is_told_of_any_order_of_dimensions)
 
 /* ---- copies --------------------------------------------------------------------- */
 
-/* Strides of a dense layout in a random order of dimensions, then spoiled in a part of
- * the cases: gaps, repeats, backwards. */
+/* Strides of a dense layout in a random order of dimensions; some cases are then
+ * changed: gaps, repeats, backwards. */
 static void draw_dims(draw *random, pli_dim *dims, int n_dims)
 {
     int64_t stride = 1;
@@ -201,7 +201,7 @@ TEST(layouts_are_equal_where_they_put_the_same_at_the_same_places)
 {
     const pli_layout first = layout_of(PL_F32, 3, 1);
     pli_layout other = first;
-    other.dims[1].stride = 77; /* of one element */
+    other.dims[1].stride = 77; /* a dimension of one element */
     CHECK(pli_layout_equal(&first, &other));
     other.dims[0].stride = 2;
     CHECK(!pli_layout_equal(&first, &other));

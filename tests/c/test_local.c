@@ -1,6 +1,6 @@
-/* test_local.c - operations between threads: what they do, in what order, and when not.
+/* test_local.c - operations between threads: results, order, and refusals.
  *
- * Failing, and going on after it, is test_local_failure.c's.
+ * Failures and recovery are in test_local_failure.c.
  */
 #include <limits.h>
 #include <stdint.h>
@@ -16,7 +16,7 @@ enum {
 
 /* ---- one operation at a time ---------------------------------------------------- */
 
-/* Blocks must be whole: n elements a rank where there are blocks. */
+/* Blocks must be whole: n elements per rank if there are blocks. */
 static size_t n_elems_of(pl_op_kind kind, size_t n, int world_size)
 {
     return kind == PL_ALL_GATHER ? n * (size_t)world_size : n;
@@ -162,7 +162,7 @@ TEST(operations_in_flight_come_out_exact_however_the_ranks_dawdle)
                             do_many_at_once, &seed, seed);
 }
 
-/* Both ranks on this one thread: nothing here waits. */
+/* Both ranks on one thread: no call here waits. */
 PLAYED_TEST(2, RANKS_DEADLINE_NS,
             as_many_operations_as_the_ring_holds_are_in_flight_and_no_more)
 {
@@ -242,7 +242,7 @@ static void check_bad_ops(pl_comm *comm, const bad_op *bad, size_t n)
 PLAYED_TEST(3, RANKS_DEADLINE_NS,
             an_operation_that_makes_no_sense_is_refused_and_harms_nothing)
 {
-    /* the arena is one page or more; 1 MiB leaves it on any machine */
+    /* the arena is one page or more; 1 MiB is outside it on any machine */
     static const bad_op bad[] = {
         {{.kind = PL_N_OP_KINDS}, "kind 5"},
         {{.kind = (pl_op_kind)-1}, "kind -1"},

@@ -1,8 +1,8 @@
-/* test_local_failure.c - worlds of threads that fail: who is named, by which words, and
- * how a world goes on.
+/* test_local_failure.c - worlds of threads that fail: which rank is named, by which
+ * message, and how a world continues.
  *
- * Where one thread plays several ranks, nothing depends on time; where each rank has a
- * thread, seeds decide when things happen.
+ * If one thread drives several ranks, nothing depends on time; if each rank has a
+ * thread, seeds decide when events happen.
  */
 #include "comm/shm_comm.h"
 #include "ops.h"
@@ -10,7 +10,7 @@
 
 static const pl_op barrier = {.kind = PL_BARRIER};
 
-/* All of a world's ranks on this thread: issues, does every part, checks. */
+/* Drives all ranks of a world on this thread: issues, does every part, checks. */
 static void do_exact_all_reduce(int world_size, pl_comm **comms, unsigned seed)
 {
     const pl_op op = {.reduction = PL_MEAN,
@@ -30,7 +30,7 @@ static void do_exact_all_reduce(int world_size, pl_comm **comms, unsigned seed)
     }
 }
 
-/* Every rank but the last is in the new epoch before the last one is asked. */
+/* Every rank but the last is in the new epoch before the last recovers. */
 static void recover_all(int world_size, pl_comm **comms)
 {
     for (int r = 0; r < world_size - 1; r++) {
@@ -107,7 +107,7 @@ static round_plan plan_of(int round, int world_size)
     return plan;
 }
 
-/* Runs operations until one fails: this rank's, or another's. */
+/* Runs operations until one fails, on this rank or another. */
 static pl_status run_into_failure(rank_job *job, const round_plan *plan)
 {
     pl_ticket ticket = 0;
@@ -115,7 +115,7 @@ static pl_status run_into_failure(rank_job *job, const round_plan *plan)
     for (int k = 0; k < N_OPS && st == PL_OK; k++) {
         const pl_op op = {.kind = (pl_op_kind)(k % PL_N_OP_KINDS),
                           .dtype = PL_F64,
-                          .offset_bytes = (size_t)k * 1024, /* apart, in flight */
+                          .offset_bytes = (size_t)k * 1024, /* separate, in flight */
                           .n_elems = (size_t)(job->world_size * k)};
         draw_rest(&job->random, 100000);
         if (job->rank == plan->culprit || job->rank == plan->second) {
@@ -171,7 +171,7 @@ PLAYED_TEST(2, RANKS_DEADLINE_NS, words_that_come_after_the_abort_are_waited_for
     CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
     pl_comm_abort(comms[0], NULL);
     const int64_t begin = pli_now_ns();
-    CHECK(wait_through(comms[1], ticket) == PL_EPEER); /* none came: not for ever */
+    CHECK(wait_through(comms[1], ticket) == PL_EPEER); /* no message came: ends */
     CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
     CHECK(!error_has("failure message"));
     pli_comm_set_failure_message(comms[0], "ZeroDivisionError");
@@ -181,7 +181,7 @@ PLAYED_TEST(2, RANKS_DEADLINE_NS, words_that_come_after_the_abort_are_waited_for
     pl_comm_abort(comms[1], NULL);
     pl_recovery recovery;
     CHECK(pl_comm_recover(comms[1], 0, &recovery) == PL_EAGAIN);
-    /* It has gone on without a word: nobody waits for one. */
+    /* It continued without a message: no rank waits for one. */
     const int64_t again = pli_now_ns();
     CHECK(pl_comm_issue(comms[0], &barrier, &ticket) == PL_EPEER);
     CHECK(!error_has("failure message"));
@@ -268,14 +268,14 @@ PLAYED_TEST(2, 200 * PLI_MS, patience_with_a_rank_begins_anew_when_the_world_rec
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     CHECK(pl_comm_wait(comms[0], ticket, 0) == PL_EAGAIN);
     pl_comm_abort(comms[0], "the user pressed a key");
-    pli_sleep_ns(300 * PLI_MS); /* and went for a coffee */
+    pli_sleep_ns(300 * PLI_MS); /* and rested */
     CHECK(pl_comm_recover(comms[0], 20 * PLI_MS, &recovery) == PL_EAGAIN);
     CHECK_OK(recover_through(comms[1], &recovery));
     CHECK_OK(recover_through(comms[0], &recovery));
     do_exact_all_reduce(2, comms, 1);
 }
 
-/* ---- ranks that leave, and ranks that dawdle ------------------------------------ */
+/* ---- ranks that leave, and slow ranks ------------------------------------------- */
 
 static void do_and_leave(rank_job *job)
 {
@@ -311,7 +311,7 @@ PLAYED_TEST(3, RANKS_DEADLINE_NS, a_rank_that_left_is_named_though_another_is_sl
 {
     pl_ticket ticket = 0;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
-    pl_comm_leave(comms[2]); /* while rank 1 computes on */
+    pl_comm_leave(comms[2]); /* while rank 1 computes */
     const int64_t begin = pli_now_ns();
     CHECK(wait_through(comms[0], ticket) == PL_EPEER);
     CHECK(blames(pl_error_message(), 0, 2));
@@ -378,7 +378,7 @@ PLAYED_TEST(2, 400 * PLI_MS, a_slow_rank_that_shows_life_is_not_given_up)
     CHECK_OK(wait_through(comms[0], ticket));
 }
 
-/* Another thread may have failed the step just before this one forgets its words. */
+/* Another thread may have failed the step just before this one drops its message. */
 PLAYED_TEST(2, RANKS_DEADLINE_NS,
             words_of_a_failure_are_not_forgotten_before_they_are_read)
 {

@@ -1,6 +1,6 @@
 /* test_many_ranks.c - hundreds of ranks on a host, as threads and as processes, and
- * thousands on several hosts: the sums, the same bits everywhere, and the rank that
- * failed, by its name.
+ * thousands on several hosts: sums, equal bits on all ranks, and the name of the rank
+ * that failed.
  */
 #include <sched.h>
 
@@ -9,7 +9,7 @@
 #include "processes.h"
 
 enum {
-    N_THREADS = IS_SANITIZED ? 40 : 300, /* more than a byte counts */
+    N_THREADS = IS_SANITIZED ? 40 : 300, /* more than fit in a byte */
     N_PROCESSES = IS_SANITIZED ? 12 : 256,
     N_ELEMS = 2 * N_THREADS,
     N_BIT_ELEMS = 4099
@@ -36,7 +36,7 @@ MANY_TEST(ops_arena_bytes(N_ELEMS), operations_of_hundreds_of_ranks_are_exact)
     }
 }
 
-/* Values whose sum depends on the order; what came is the context's to compare. */
+/* Values whose sum depends on the order; the context receives the results. */
 static void average(rank_job *job)
 {
     char *results = job->context;
@@ -72,8 +72,8 @@ static int reduce_well(rank_job *job, unsigned seed)
     return ops_run(job->comm, &op, seed) == PL_OK;
 }
 
-/* The last rank gives a step up; then all go on.  The context: how many ranks each host
- * has; NULL: there is one host. */
+/* The last rank gives a step up; then all continue.  The context: the number of ranks
+ * of each host; NULL: one host. */
 static void fail_and_go_on(rank_job *job)
 {
     const int culprit = job->world_size - 1;
@@ -99,7 +99,7 @@ TEST(the_last_of_hundreds_of_ranks_is_named_when_it_fails)
     ranks_run_world(N_THREADS, ops_arena_bytes(N_ELEMS), fail_and_go_on, NULL, 1);
 }
 
-/* The last rank issues something else. */
+/* The last rank issues a different operation. */
 MANY_TEST(4096, one_of_hundreds_that_runs_another_operation_is_named)
 {
     const int culprit = job->world_size - 1;
@@ -158,7 +158,7 @@ TEST(the_last_rank_of_the_last_host_is_named_when_it_fails)
     hosts_run(&it, ops_arena_bytes(N_ELEMS), fail_and_go_on, &n_here, 1);
 }
 
-/* A thread is all ranks of a host: nothing that they do waits. */
+/* A thread that drives all ranks of a host: none of their calls waits. */
 typedef struct crowd {
     pl_comm **comms; /* of the host's ranks */
     int n_ranks;

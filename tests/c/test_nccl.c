@@ -1,4 +1,4 @@
-/* test_nccl.c - the library found, and one communicator: made, used, aborted, ended. */
+/* test_nccl.c - the library, and one communicator: made, used, aborted, ended. */
 #include "gpu_ranks.h"
 
 /* ---- the library ---------------------------------------------------------------- */
@@ -29,7 +29,7 @@ TEST(the_environment_comes_before_all_else)
     (void)setenv("PACELINE_LIBNCCL", fake_path(), 1);
     if (CHECK_OK(pli_nccl_library_open("/nowhere/else", &library)))
         pli_nccl_library_release(library);
-    (void)setenv("PACELINE_LIBNCCL", "libm.so.6", 1); /* it is none */
+    (void)setenv("PACELINE_LIBNCCL", "libm.so.6", 1); /* not an NCCL */
     CHECK_FAILS(pli_nccl_library_open(NULL, &library), PL_EUNSUPPORTED, "has no nccl");
     (void)unsetenv("PACELINE_LIBNCCL");
 }
@@ -71,7 +71,7 @@ typedef struct meeting {
     atomic_int is_refused; /* `poll` fails from now on */
     atomic_int n_polls;
     atomic_int are_made;
-    atomic_int n_awaited; /* communicators: `poll` comes back once they are made */
+    atomic_int n_awaited; /* communicators: `poll` returns once they are made */
 } meeting;
 
 static pl_status poll_meeting(void *context)
@@ -86,7 +86,7 @@ static pl_status poll_meeting(void *context)
         pli_sleep_ns(100000);
     }
     if (atomic_load(&it->n_awaited) > 0)
-        pli_sleep_ns(100 * PLI_MS); /* for the threads that have made them */
+        pli_sleep_ns(100 * PLI_MS); /* for the threads that made them */
     if (atomic_load(&it->is_refused))
         return pli_fail(PL_EPEER, "somebody has gone");
     return PL_OK;
@@ -145,7 +145,7 @@ static void run_ranks(gpu_ranks *all, meeting *it, void (*run)(gpu_rank *self))
     gpu_ranks_end(all);
 }
 
-/* A float of each rank's, summed; returns the status of what failed first. */
+/* Sums a float per rank; returns the first failure. */
 static pl_status sum_once(gpu_rank *self, pli_nccl *nccl)
 {
     pl_status st = PL_OK;
@@ -199,7 +199,7 @@ static void leave_in_no_time(gpu_rank *self)
     pli_nccl_destroy(nccl);
 }
 
-/* The thread that flushes may come to it when the communicator is no more. */
+/* The thread that flushes may run when the communicator no longer exists. */
 TEST(a_flush_that_is_given_up_before_it_began_is_not_made)
 {
     const uint64_t n_seeds = IS_SANITIZED ? 10 : 40;
@@ -266,7 +266,7 @@ TEST(who_waits_for_a_rank_that_does_not_come_gives_up)
     CHECK(atomic_load(&it.n_over) >= 1);
 }
 
-/* Who waits gives up in the very moment in which NCCL has met the last rank. */
+/* The waiting rank gives up just when NCCL has met the last rank. */
 static void give_up_too_late(gpu_rank *self)
 {
     pli_nccl *nccl = NULL;
@@ -277,7 +277,7 @@ static void give_up_too_late(gpu_rank *self)
     while (is_last && atomic_load(&it->n_polls) < self->all->world_size - 1)
         pli_sleep_ns(100000);
     const pl_status st = make(self, RANKS_DEADLINE_NS, &nccl);
-    while (!atomic_load(&it->are_made)) /* what this one has made is one of them */
+    while (!atomic_load(&it->are_made)) /* includes the one made here */
         pli_sleep_ns(100000);
     CHECK(is_last || (st == PL_EPEER && nccl == NULL));
     pli_nccl_destroy(nccl);
@@ -309,7 +309,7 @@ static void *abort_soon(void *memory)
     return NULL;
 }
 
-/* Another thread aborts while this one enqueues what the peers never will. */
+/* Another thread aborts while this one enqueues operations that the peers never do. */
 static void enqueue_until_aborted(gpu_rank *self)
 {
     pli_nccl *nccl = NULL;
@@ -343,7 +343,7 @@ TEST(an_abort_from_another_thread_ends_all_that_runs)
         meeting it;
         gpu_ranks all = gpu_ranks_of(2, seed, (fake_schedule)(seed % 3));
         all.fake.polls = 50;
-        all.fake.lazy_connect = seed % 5 == 0; /* it may block where it enqueues */
+        all.fake.lazy_connect = seed % 5 == 0; /* enqueuing may block */
         run_ranks(&all, &it, enqueue_until_aborted);
     }
 }
@@ -365,12 +365,12 @@ static void use_memory(gpu_rank *self)
     pli_nccl_deregister(nccl, handle);
     pli_nccl_deregister(nccl, NULL);
     pli_nccl_free(library, self->backend, &memory);
-    pli_nccl_free(library, self->backend, &memory); /* it is gone */
+    pli_nccl_free(library, self->backend, &memory); /* freed already */
     atomic_fetch_add(&it->n_made, 1);
     if (self->rank == 0) {
         while (atomic_load(&it->n_made) < 4) /* both have allocated */
             pli_sleep_ns(100000);
-        /* Where NCCL has none left, or is not there, the driver's will do. */
+        /* If NCCL has no memory left, or is missing, the driver allocates. */
         fake_fail("ncclMemAlloc", 1, 1);
         CHECK_OK(pli_nccl_alloc(library, self->backend, 100, &memory));
         CHECK(!memory.is_of_nccl && pli_nccl_register(nccl, &memory) == NULL);
@@ -404,7 +404,7 @@ static void meet_errors(gpu_rank *self)
     meeting *it = self->all->context;
     if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
         return;
-    while (atomic_load(&it->n_made) < 2) /* who still polls would take the error */
+    while (atomic_load(&it->n_made) < 2) /* a poll would take the error */
         pli_sleep_ns(100000);
     for (size_t k = 0; self->rank == 0 && k < sizeof errors / sizeof errors[0]; k++) {
         fake_fail("ncclCommGetAsyncError", 1, errors[k].code);

@@ -1,7 +1,7 @@
 /* test_plan.c - the layout of parameters, by its properties.
  *
- * check_plan() holds every plan to all that plan.h promises; the tests call it on
- * plans drawn by hand and at random.
+ * check_plan() checks a plan against all that plan.h promises; the tests call it on
+ * plans made by hand and at random.
  */
 #include <string.h>
 
@@ -22,9 +22,9 @@ static size_t padded_bytes(const pl_param *param)
            PL_CACHE_LINE * PL_CACHE_LINE;
 }
 
-/* ---- what every plan must be ---------------------------------------------------- */
+/* ---- properties of every plan --------------------------------------------------- */
 
-/* Buckets lie one behind the other; their members do so inside them. */
+/* Buckets lie one after the other, and so do their members inside them. */
 static void check_layout(const pl_plan *plan, const pl_param *params)
 {
     size_t bucket_at = 0;
@@ -52,8 +52,8 @@ static void check_layout(const pl_plan *plan, const pl_param *params)
     CHECK(plan->n_bytes == pl_plan_bytes(params, plan->n_params));
 }
 
-/* Within a dtype the members of all buckets, in turn, are the order itself; buckets
- * are issued by the position of their last member. */
+/* Within a dtype the members of all buckets, in turn, are the order itself; buckets are
+ * issued by the position of their last member. */
 static void check_order_kept(const pl_plan *plan, const pl_param *params,
                              const uint32_t *order)
 {
@@ -77,7 +77,7 @@ static void check_order_kept(const pl_plan *plan, const pl_param *params,
     CHECK(last_end == plan->n_params);
 }
 
-/* What a bucket may hold, of all and among those of its dtype the k-th. */
+/* The cap of bucket b, which is the k-th of its dtype. */
 static size_t cap_of(const pl_plan *plan, const pl_plan_caps *caps, size_t b, size_t k)
 {
     if (caps->n_each > 0)
@@ -85,7 +85,7 @@ static size_t cap_of(const pl_plan *plan, const pl_plan_caps *caps, size_t b, si
     return b + 1 == plan->n_buckets ? caps->last_bytes : caps->bucket_bytes;
 }
 
-/* Each bucket keeps to its cap, and took all that it could: from the end, or with caps
+/* Each bucket keeps to its cap, and took all that it could: from the end, or with a cap
  * for each from the beginning, the next parameter of its dtype would not fit. */
 static void check_caps(const pl_plan *plan, const pl_param *params,
                        const pl_plan_caps *caps)
@@ -111,7 +111,7 @@ static void check_caps(const pl_plan *plan, const pl_param *params,
     }
 }
 
-/* Returns the plan; NULL where there is none. */
+/* Returns the plan; NULL if there is none. */
 static pl_plan *check_plan(const pl_param *params, size_t n, const uint32_t *order,
                            const pl_plan_caps *caps)
 {
@@ -130,7 +130,7 @@ static pl_plan *check_plan(const pl_param *params, size_t n, const uint32_t *ord
 
 /* ---- by hand -------------------------------------------------------------------- */
 
-/* What is planned, and the buckets that must come of it, by their parameters. */
+/* The parameters, and the buckets that they must give. */
 typedef struct hand_plan {
     size_t n_params;
     const pl_param *params;
@@ -150,24 +150,24 @@ static const pl_param lines[12] = {A_LINE, A_LINE, A_LINE, A_LINE, A_LINE, A_LIN
                                    A_LINE, A_LINE, A_LINE, A_LINE, A_LINE, A_LINE};
 
 static const hand_plan hand_plans[] = {
-    /* what is larger than the cap has a bucket of its own */
+    /* a parameter larger than the cap has its own bucket */
     {4, PARAMS(A_LINE, {100000, PL_F32}, A_LINE, A_LINE), CAPS(1024, 512),
      "|3 2 |1 |0 "},
-    /* the last bucket is small, the rest is cut from the end: what remains is first */
+    /* the last bucket is small, the others are cut from the end: the rest is first */
     {12, lines, CAPS(256, 64), "|11 10 9 |8 7 6 5 |4 3 2 1 |0 "},
-    /* caps of nothing give a bucket to each parameter */
+    /* caps of 0 give each parameter a bucket */
     {4, PARAMS({3, PL_F32}, {3, PL_F64}, {3, PL_F32}, {3, PL_F64}), CAPS(0, 0),
      "|3 |2 |1 |0 "},
     /* dtypes do not share buckets, which are issued as they end */
     {5, PARAMS({5, PL_F32}, {5, PL_BF16}, {5, PL_F32}, {5, PL_BF16}, {5, PL_F64}), WIDE,
      "|4 |3 1 |2 0 "},
     {4, PARAMS({0, PL_F32}, {5, PL_F32}, {0, PL_F32}, {0, PL_F16}), WIDE, "|3 |2 1 0 "},
-    /* with a cap for each they are cut from the beginning; the last cap goes on */
+    /* with a cap for each, buckets are cut from the beginning; the last cap repeats */
     {11, lines, EACH(3, 64, 192, 128), "|10 |9 8 7 |6 5 |4 3 |2 1 |0 "},
     /* every dtype begins with the first cap */
     {6, PARAMS({8, PL_F64}, A_LINE, {8, PL_F64}, A_LINE, {8, PL_F64}, A_LINE),
      EACH(2, 64, 1 << 20), "|5 |4 |3 1 |2 0 "},
-    /* what is larger than its cap takes that cap alone */
+    /* a parameter larger than its cap takes that cap for itself */
     {3, PARAMS(A_LINE, A_LINE, {1000, PL_F32}), EACH(2, 64, 128), "|2 |1 0 "},
 };
 

@@ -1,6 +1,6 @@
-/* test_progress.c - several worlds of one process: who waits in one works for all.
+/* test_progress.c - several worlds of one process: a wait in one works for all.
  *
- * Each rank has a pli_progress of its own, as each process has; its worlds join it.
+ * Each rank has its own pli_progress, as each process has; its worlds join it.
  */
 #include "comm/progress.h"
 #include "comm/shm_comm.h"
@@ -19,7 +19,7 @@ typedef struct worlds {
 
 static const pl_op barrier = {.kind = PL_BARRIER};
 
-/* What local_create() does, but that its ranks join a progress. */
+/* As local_create(), but its ranks join a progress. */
 static int create_world(worlds *all, int w)
 {
     pli_shm_segment *shared = NULL;
@@ -108,7 +108,7 @@ TEST(who_waits_in_one_world_does_its_part_in_the_other)
     for (int r = 0; r < 2; r++)
         for (int w = 0; w < 2; w++)
             CHECK_OK(pl_comm_issue(all.comms[w][r], &barrier, &tickets[w]));
-    /* Rank 0 waits in world 0 alone, and does its part in world 1 meanwhile. */
+    /* Rank 0 waits only in world 0, and does its part in world 1 meanwhile. */
     CHECK(pl_comm_wait(all.comms[0][0], tickets[0], 30 * PLI_MS) == PL_EAGAIN);
     CHECK_OK(pl_comm_wait(all.comms[1][1], tickets[1], 30 * PLI_MS));
     destroy_worlds(&all);
@@ -167,7 +167,7 @@ enum { N_WAITS = 100 };
 
 static atomic_int is_over;
 
-/* One thread a rank fails and recovers world 0 ... */
+/* One thread per rank fails and recovers world 0 ... */
 static void fail_and_recover(rank_job *job)
 {
     worlds *all = job->context;
@@ -186,7 +186,7 @@ static void fail_and_recover(rank_job *job)
     atomic_fetch_add(&is_over, 1);
 }
 
-/* ... makes and unmakes world 1 of its own ... */
+/* ... another makes and destroys world 1 ... */
 static void come_and_go(rank_job *job)
 {
     worlds *all = job->context;
@@ -200,7 +200,7 @@ static void come_and_go(rank_job *job)
     }
 }
 
-/* ... and one works for all of its process's worlds meanwhile. */
+/* ... and one works for all worlds of its process meanwhile. */
 static void work_for_all(rank_job *job)
 {
     worlds *all = job->context;

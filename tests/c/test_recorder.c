@@ -1,6 +1,5 @@
-/* test_recorder.c - the file of the last steps: what a reader sees of it while it is
- * written, after that, and when the writer is gone.
- */
+/* test_recorder.c - the file of the last steps: what a reader sees during and after a
+ * write, and when the writer is gone. */
 #define CHECK_OWN_MAIN
 #include <fcntl.h>
 #include <pthread.h>
@@ -49,7 +48,7 @@ static int is_linked(void)
     return access(path, F_OK) == 0;
 }
 
-/* Of the test that runs, and its file as a reader has it. */
+/* The recorder of the current test, and its file as a reader has it. */
 static pli_recorder *recorder;
 static const pli_recorder_file *file;
 
@@ -70,7 +69,7 @@ static void unmap(void)
         CHECK(!is_linked());                                                           \
     })
 
-/* What a reader takes of a record. */
+/* The values that a reader copies from a record. */
 typedef struct copied {
     int64_t step, begin, backward, end, waiting, n_buckets, bucket_bytes;
 } copied;
@@ -80,7 +79,7 @@ static int64_t load(const _Atomic int64_t *field)
     return atomic_load_explicit(field, memory_order_acquire);
 }
 
-/* 0 where the record is empty, being written, or was written meanwhile. */
+/* 0 if the record is empty, being written, or was written meanwhile. */
 static int read_record(const pli_record *record, copied *out)
 {
     const uint64_t before =
@@ -96,7 +95,7 @@ static int read_record(const pli_record *record, copied *out)
            before == atomic_load_explicit(&record->sequence, memory_order_relaxed);
 }
 
-/* One whose numbers all follow from its own. */
+/* Records a step whose values all follow from its number. */
 static void take_step(pli_recorder *self, uint64_t step)
 {
     pli_recorder_activity(self, PL_FORWARD, step);
@@ -118,7 +117,7 @@ RECORDER_TEST(a_step_is_there_once_it_has_ended)
     pli_recorder_activity(recorder, PL_FORWARD, 5);
     CHECK(file->activity == PL_FORWARD && file->step == 5);
     CHECK(!read_record(&file->records[5], &found));
-    take_step(recorder, 5); /* its forward anew: the first had no backward */
+    take_step(recorder, 5); /* its forward again: the first had no backward */
     CHECK(read_record(&file->records[5], &found));
     CHECK(found.step == 5 && found.n_buckets == 5 && found.bucket_bytes == 25);
     CHECK(found.begin > 0 && found.begin <= found.backward &&
@@ -201,7 +200,7 @@ static void *write_steps(void *none)
     return none;
 }
 
-/* The reader looks at the records that are written next. */
+/* The reader reads the records that are written next. */
 RECORDER_TEST(no_reader_sees_half_a_step)
 {
     copied found;
@@ -262,7 +261,7 @@ RECORDER_TEST(a_child_of_a_fork_may_have_one_of_its_own)
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
-/* In the middle of a step: what had ended stays readable, the rest is not shown. */
+/* Killed in a step: finished steps stay readable, this one is not shown. */
 TEST(a_writer_that_is_killed_leaves_whole_steps)
 {
     copied found;
@@ -296,7 +295,7 @@ RECORDER_TEST(the_file_is_the_users_alone_and_new)
     CHECK(!is_linked());
     CHECK(symlink("/dev/null", path) == 0);
     CHECK(pli_recorder_create(path, "{}", &second) == PL_ESYS && second == NULL);
-    pli_recorder_unlink(recorder); /* what is there now is another's */
+    pli_recorder_unlink(recorder); /* the file there now belongs to another */
     CHECK(access(path, F_OK) == 0 && unlink(path) == 0);
 }
 

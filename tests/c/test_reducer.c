@@ -1,8 +1,8 @@
-/* test_reducer.c - one step at a time, by hand: when buckets are posted, what is late,
- * what is learned, and which calls are out of place.
+/* test_reducer.c - single steps by hand: when buckets are posted, what is late, what is
+ * learned, and which calls are out of place.
  *
- * One thread plays both ranks, so that everything happens in the order written here.
- * Steps of many ranks at random are test_reducer_ranks.c's.
+ * One thread drives both ranks, so that all happens in the order written here.  Steps
+ * of many ranks at random are in test_reducer_ranks.c.
  */
 #include "reducer_pair.h"
 
@@ -39,7 +39,7 @@ static int holds(const pair *it, size_t param, float value)
     return is_held;
 }
 
-/* Every parameter once on both ranks, in the order given for rank 0. */
+/* Marks every parameter once on both ranks, in the order given for rank 0. */
 static void step_in_order(const pair *it, const uint32_t *order)
 {
     begin_both(it);
@@ -77,7 +77,7 @@ PAIR_TEST(the_parameters_that_no_gradient_came_for_are_counted)
     for (size_t i = 0; i < N_PARAMS; i++) {
         CHECK(pl_reducer_n_not_ready(it->reducers[0]) == N_PARAMS - i);
         CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
-        CHECK(mark_ready(it, 0, i, 1, PL_ADD) == PL_COPIED); /* twice is once */
+        CHECK(mark_ready(it, 0, i, 1, PL_ADD) == PL_COPIED); /* twice counts once */
     }
     CHECK(pl_reducer_n_not_ready(it->reducers[0]) == 0);
     CHECK(pl_reducer_n_not_ready(it->reducers[1]) == N_PARAMS);
@@ -96,7 +96,7 @@ PAIR_TEST(a_gradient_behind_its_bucket_is_late_and_the_bucket_stays)
     learn(it);
     begin_both(it);
     CHECK(mark_ready(it, 0, 3, 1, PL_REPLACE) == PL_COPIED);
-    CHECK(mark_ready(it, 0, 3, 1, PL_ADD) == PL_COPIED); /* 2 is yet to come */
+    CHECK(mark_ready(it, 0, 3, 1, PL_ADD) == PL_COPIED); /* 2 is not in yet */
     CHECK(mark_ready(it, 0, 2, 1, PL_REPLACE) == PL_COPIED);
     CHECK(mark_ready(it, 0, 2, 64, PL_ADD) == PL_LATE);
     CHECK(mark_ready(it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
@@ -150,7 +150,7 @@ TEST(what_is_late_is_added_to_the_mean_or_takes_its_place)
         CHECK(holds(&it, 2, 33) && holds(&it, 3, 1) && holds(&it, 1, 1));
         CHECK(pl_reducer_n_late(it.reducers[0]) == 0);
         end_both(&it);
-        /* It has been learned: twice is not late again. */
+        /* The step was learned: twice is not late again. */
         begin_both(&it);
         for (size_t i = N_PARAMS; i-- > 0;)
             CHECK(mark_ready(&it, 0, i, 1, PL_REPLACE) == PL_COPIED);
@@ -168,7 +168,7 @@ PAIR_TEST(a_held_bucket_waits_for_the_close)
         CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
         CHECK(mark_ready(it, 1, i, 1, PL_REPLACE) == PL_COPIED);
     }
-    for (size_t i = 0; i < N_PARAMS; i++) /* the bucket behind waits too */
+    for (size_t i = 0; i < N_PARAMS; i++) /* the next bucket waits too */
         CHECK(mark_ready(it, 0, i, 2, PL_ADD) == PL_COPIED);
     close_and_wait(it);
     for (size_t i = 0; i < N_PARAMS; i++)
@@ -258,7 +258,7 @@ static void check_idle_refusals(pl_reducer *idle)
     CHECK(pl_reducer_wait(idle, 0) == PL_ESTATE);
     CHECK(pl_reducer_write_late(idle, 0, NULL, PL_ADD) == PL_ESTATE);
     CHECK(pl_reducer_end(idle) == PL_ESTATE);
-    CHECK(result == PL_LATE); /* written on success alone */
+    CHECK(result == PL_LATE); /* written on success only */
 }
 
 PAIR_TEST(a_call_out_of_place_is_refused_and_changes_nothing)

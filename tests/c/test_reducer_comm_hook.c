@@ -1,7 +1,7 @@
 /* test_reducer_comm_hook.c - buckets that a hook averages in place of the world.
  *
- * One thread plays both ranks.  The hook of these tests notes which buckets it was
- * given and what was in them, and doubles them before the end of the step.
+ * One thread drives both ranks.  The hook of these tests records its buckets and their
+ * data, and doubles them before the end of the step.
  */
 #include "core/alloc.h"
 #include "reducer_pair.h"
@@ -21,13 +21,13 @@ typedef struct hook_of_rank {
     const pair *both;
     int rank;
     size_t n_posted; /* in this step */
-    size_t fail_at;  /* the bucket refused; SIZE_MAX: none */
+    size_t fail_at;  /* the bucket that it refuses; SIZE_MAX: none */
     pl_ready_result result;
 } hook_of_rank;
 
-static hook_of_rank hooks[N_RANKS]; /* of the pair that there is */
+static hook_of_rank hooks[N_RANKS]; /* of the one pair */
 
-/* A bucket is whole when it comes: each slot holds parameter + 1. */
+/* A bucket is complete when it is posted: each slot holds parameter + 1. */
 static pl_status post(void *context, size_t bucket)
 {
     pl_status st = PL_OK;
@@ -85,7 +85,7 @@ static void begin(const pair *it)
     begin_both(it);
 }
 
-/* Closes, and ends the step with twice what each slot holds. */
+/* Closes, and ends the step with twice the value of each slot. */
 static void finish(const pair *it)
 {
     close_and_wait(it);
@@ -100,7 +100,7 @@ static void finish(const pair *it)
     end_both(it);
 }
 
-/* A whole step, in the order given on rank 0 and backwards on rank 1. */
+/* A whole step, in the given order on rank 0 and backwards on rank 1. */
 static void step_in_order(const pair *it, const uint32_t *order)
 {
     begin(it);
@@ -148,7 +148,7 @@ PAIR_TEST(the_world_moves_no_gradient_of_a_carriers)
 {
     set_both(it, &two_each);
     for (int k = 0; k < 3; k++)
-        step_in_order(it, upward); /* finish() sees each rank's own, doubled */
+        step_in_order(it, upward); /* finish() checks each rank's own, doubled */
 }
 
 PAIR_TEST(a_gradient_behind_its_bucket_is_late_on_every_rank)
@@ -177,7 +177,7 @@ PAIR_TEST(a_carrier_lays_buckets_out_anew_and_keeps_what_was_learned)
     CHECK(plan->n_buckets == 2 && plan->members[0] == N_PARAMS - 1);
     CHECK(pl_reducer_generation(it->reducers[0]) == 1);
     step_in_order(it, order);
-    set_both(it, &two_each); /* what the step has shown is taken up all the same */
+    set_both(it, &two_each); /* the order of the step is adopted all the same */
     step_in_order(it, order);
     CHECK(memcmp(pl_reducer_plan(it->reducers[1])->members, order, sizeof order) == 0);
     set_both(it, &three_each);
@@ -254,7 +254,7 @@ PAIR_TEST(what_a_carrier_refuses_fails_the_step)
     step_in_order(it, upward);
 }
 
-/* ---- ranks that are gone, for whoever waits by other means ---------------------- */
+/* ---- queries of ranks that are gone --------------------------------------------- */
 
 PAIR_TEST(a_look_shows_who_has_failed_or_left)
 {

@@ -1,5 +1,5 @@
-/* test_reducer_device.c - reducers on fake devices: exact means, whatever comes, in
- * whatever order, on whatever stream, and whenever the device gets round to it.
+/* test_reducer_device.c - reducers on fake devices: exact means for any gradients, in
+ * any order, on any stream, and at any speed of the device.
  *
  *     test_reducer_device [seeds [first seed]]
  */
@@ -22,7 +22,7 @@ static fake_options options_of(uint64_t seed)
     return options;
 }
 
-/* Every other seed's ranks are on several hosts. */
+/* The ranks of every other seed are on several hosts. */
 static int make_bases(const model *it, size_t n_bytes, pl_comm **out)
 {
     static const hosts worlds[] = {{.n_hosts = 2, .n_ranks = {1, 1}},
@@ -47,7 +47,7 @@ static void run_lesson(lesson *what)
     n_renewed += what->n_renewed;
 }
 
-/* ---- steps that nothing disturbs ------------------------------------------------ */
+/* ---- steps without failures ----------------------------------------------------- */
 
 static void train(gpu_rank *self, const lesson *what)
 {
@@ -184,7 +184,7 @@ static const char *const forbidden[] = {
     "cuCtxSynchronize",   "cuStreamCreateWithPriority"};
 enum { N_FORBIDDEN = sizeof forbidden / sizeof forbidden[0] };
 
-/* Makes the memory that any step needs. */
+/* Allocates the memory that any step needs. */
 static void warm_up(gpu_rank *self)
 {
     block blocks[STEPS_MAX_PARAMS];
@@ -196,7 +196,7 @@ static void warm_up(gpu_rank *self)
     }
 }
 
-/* A step whose means nobody keeps. */
+/* A step whose means are not kept. */
 static int steady_step(gpu_rank *self, uint64_t step)
 {
     const int is_done = gpu_step(self, step);
@@ -232,7 +232,7 @@ TEST(a_steady_step_allocates_nothing_and_waits_for_nothing)
         lesson what = lesson_of(50000 + seed, 30);
         what.it = model_of(50000 + seed, 1, 30);
         what.it.percent_twice = 20;
-        what.it.percent_held = 100; /* so that nothing is late */
+        what.it.percent_held = 100; /* so that no gradient is late */
         what.train = train_steadily;
         run_lesson(&what);
     }
@@ -240,7 +240,7 @@ TEST(a_steady_step_allocates_nothing_and_waits_for_nothing)
 
 enum { N_WARM = 3, N_REPLAYS = 3 };
 
-/* Captures a step, replays it, and goes on without the graph. */
+/* Captures a step, replays it, and continues without the graph. */
 static void train_by_graph(gpu_rank *self, const lesson *what)
 {
     CUstream main_stream = self->streams[0];
@@ -279,7 +279,7 @@ TEST(a_captured_step_has_exact_means_in_each_replay)
 {
     EACH_SEED (seed, SEEDS) {
         lesson what = lesson_of(70000 + seed, 30);
-        /* nothing may be late: all at the end, or all as it comes, once */
+        /* no gradient may be late: all at the end, or each as it comes, once */
         what.it.percent_twice = seed % 2 == 0 ? 20 : 0;
         what.it.percent_held = seed % 2 == 0 ? 100 : 0;
         what.train = train_by_graph;
@@ -311,8 +311,8 @@ static void run_into_accident(gpu_rank *self, uint64_t step, const accident *wha
     self->has_failed = 1;
 }
 
-/* A rank that allocates may wait for a collective that another has given up: only the
- * watchdog would wake it, so the memory is there before. */
+/* A rank that allocates may wait for a collective that another has given up, and only
+ * the watchdog would wake it: so the memory is allocated before. */
 static void train_with_accidents(gpu_rank *self, const lesson *what)
 {
     (void)what;

@@ -1,6 +1,5 @@
-/* test_reducer_join.c - ranks out of gradients take shadow steps, and the others' means
- * are exact; every rank knows who stood in, and whose `extra` it has.
- */
+/* test_reducer_join.c - ranks without gradients take shadow steps, and the others'
+ * means are exact; every rank sees the roles, and whose `extra` it has. */
 #include "steps.h"
 
 enum { JOIN_MOST_STEPS = 7 };
@@ -40,7 +39,7 @@ static int participation_equal(pl_participation a, pl_participation b)
            a.last_joining == b.last_joining;
 }
 
-/* The root sends (step, rank); what it sends counts where it is active. */
+/* The root sends (step, rank); the values count if it is active. */
 static void check_extra(trainer *self, uint64_t step)
 {
     const model *it = self->model;

@@ -1,6 +1,5 @@
-/* test_reducer_many_ranks.c - one rank of a world of thousands, whose peers a process
- * group of the test's plays: what every rank says has its place, however many there
- * are.
+/* test_reducer_many_ranks.c - one rank of a world of thousands, whose peers are played
+ * by a process group of the test: the flags have room for every rank.
  */
 #include <string.h>
 
@@ -14,13 +13,13 @@
 
 enum { N_RANKS = PLI_MAX_GROUP_RANKS, RANK = N_RANKS - 7, N_PARAMS = 5, N_ELEMS = 40 };
 
-/* All peers do as this rank does, but for what is said here. */
+/* All peers do as this rank does, except for these. */
 typedef struct peers {
     pl_comm *comm;
     pl_reducer *reducer;
-    int odd_one; /* has had one forward more; -1: none has */
-    int joining; /* takes a shadow step; -1: none does */
-    int lame;    /* cannot make its part of a world; -1: all can */
+    int odd_one; /* has run one more forward; -1: none */
+    int joining; /* takes a shadow step; -1: none */
+    int lame;    /* cannot make its part of a world; -1: none */
     int n_gathers;
 } peers;
 
@@ -41,8 +40,7 @@ static void reduce_flags(const peers *self)
     }
 }
 
-/* Each has one row, whose number is the rank's; or a word that says it has done well.
- */
+/* Each peer has one row, numbered by its rank; or a word of success. */
 static void gather_of_all(peers *self, const pl_op *op)
 {
     const size_t n = op->n_elems / N_RANKS;
@@ -108,7 +106,7 @@ static const pl_reducer_spec spec = {.params = params,
                                      .extra_bytes = 8,
                                      .caps = {.bucket_bytes = 256, .last_bytes = 64}};
 
-/* A step of `value`s; what check_forwards() says of it. */
+/* A step of `value`s; returns check_forwards(). */
 static pl_status step(const peers *self, double value)
 {
     pl_status st = PL_OK;

@@ -1,4 +1,4 @@
-/* test_reducer_order.c - orders of a reducer's that its usual steps leave to others.
+/* test_reducer_order.c - orderings of a reducer that its usual steps do not need.
  *
  *     test_reducer_order [seeds [first seed]]
  */
@@ -12,7 +12,7 @@ static int make_base(const model *it, size_t n_bytes, pl_comm **out)
     return CHECK_OK(local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
 }
 
-/* Runs the steps on the fake, in the order of things that the seed gives. */
+/* Runs the steps on the fake, in the order that the seed gives. */
 static void run_lesson(lesson *what, fake_schedule schedule)
 {
     fake_options options = fake_defaults();
@@ -21,7 +21,7 @@ static void run_lesson(lesson *what, fake_schedule schedule)
     lesson_run(what, options, make_base);
 }
 
-/* A gradient that is made of the first n gradients. */
+/* Makes a gradient of the first n gradients. */
 static block filled(gpu_rank *self, uint64_t step, size_t i, int n, size_t stream)
 {
     const int range[2] = {0, n};
@@ -30,7 +30,7 @@ static block filled(gpu_rank *self, uint64_t step, size_t i, int n, size_t strea
     return data;
 }
 
-/* Gives the reducer a gradient that a stream has made. */
+/* Gives the reducer a gradient that a stream made. */
 static pl_status deliver(gpu_rank *self, size_t i, block data, size_t stream,
                          pl_ready_result *out)
 {
@@ -46,7 +46,7 @@ static pl_status deliver(gpu_rank *self, size_t i, block data, size_t stream,
     return PL_OK;
 }
 
-/* Begins a step: in it all streams come behind the main one. */
+/* Begins a step, in which all streams wait for the main one. */
 static int begin(gpu_rank *self)
 {
     if (!CHECK_OK(reducer_recover_through(self->reducer)) || !CHECK_OK(gpu_begin(self)))
@@ -74,8 +74,8 @@ static int wait_and_end(gpu_rank *self, uint64_t step)
 
 /* ---- marked unused before the others come --------------------------------------- */
 
-/* A third of the parameters has gradients from before, on the main stream; then come
- * the others, on another one, and post the buckets of both. */
+/* A third of the parameters has earlier gradients, on the main stream; then the others
+ * come on another stream, and post the buckets of both. */
 static int settle_first(gpu_rank *self, uint64_t step)
 {
     const size_t other = self->n_streams - 1;
@@ -118,7 +118,7 @@ static int finish_and_rescale(gpu_rank *self, uint64_t step, int n_active)
     return gpu_end(self);
 }
 
-/* The last rank has gradients for one step; nobody orders the means but rescale. */
+/* The last rank has gradients for one step; only rescale orders the means. */
 static int rescale_at_once(gpu_rank *self, uint64_t step)
 {
     const int last = self->model->world_size - 1;
@@ -147,7 +147,7 @@ TEST(means_are_rescaled_behind_the_operations_that_make_them)
     }
 }
 
-/* ---- behind a step that failed -------------------------------------------------- */
+/* ---- after a failed step -------------------------------------------------------- */
 
 static int mark_ready(gpu_rank *self, uint64_t step, size_t i, size_t stream,
                       pl_write_mode mode)
@@ -172,8 +172,8 @@ static size_t last_but(const gpu_rank *self, size_t n)
     return self->n_streams > n ? self->n_streams - 1 - n : 0;
 }
 
-/* Gradients are written into their slots on a stream; no bucket is whole when the rank
- * gives up. */
+/* Gradients are written into their slots on a stream; no bucket is complete when the
+ * rank gives up. */
 static int fail_in_between(gpu_rank *self, uint64_t step, size_t stream)
 {
     if (!begin(self))
@@ -186,8 +186,8 @@ static int fail_in_between(gpu_rank *self, uint64_t step, size_t stream)
     return 1;
 }
 
-/* On a stream of its own; the host waits for what was packed, and only then for the
- * streams of steps that failed.  In some steps a third is copied before the rest. */
+/* Uses its own stream; the host waits for the packed data, and only then for the
+ * streams of failed steps.  In some steps a third is copied before the rest. */
 static int go_on_elsewhere(gpu_rank *self, uint64_t step)
 {
     const size_t stream = last_but(self, 2);
@@ -209,7 +209,7 @@ static int go_on_elsewhere(gpu_rank *self, uint64_t step)
     return wait_and_end(self, step);
 }
 
-/* Two steps in a row fail, on streams of their own. */
+/* Two steps in a row fail, on different streams. */
 static int fail_twice_and_go_on(gpu_rank *self, uint64_t step)
 {
     return step % 3 == 1 ? go_on_elsewhere(self, step)
@@ -226,7 +226,7 @@ TEST(slots_are_written_behind_what_a_failed_step_wrote_there)
 
 static atomic_int n_marked; /* ranks */
 
-/* All give up at once, and the world ends while their streams are far behind. */
+/* All ranks give up at once, and the world ends while their streams are far behind. */
 static int fail_and_leave(gpu_rank *self, uint64_t step)
 {
     if (!CHECK_OK(gpu_begin(self)))
@@ -251,10 +251,10 @@ TEST(memory_stays_until_what_a_failed_step_writes_is_there)
     }
 }
 
-/* ---- a total that replaces what is in the slot ---------------------------------- */
+/* ---- a total that replaces the slot's data -------------------------------------- */
 
 /* The first is written in place on one stream, the total comes on another; the host
- * waits for the total's first. */
+ * waits for the total's stream first. */
 static int replace_elsewhere(gpu_rank *self, uint64_t step)
 {
     const size_t first = last_but(self, 0), second = last_but(self, 1);
@@ -288,7 +288,7 @@ TEST(a_total_replaces_what_another_stream_has_written)
 
 /* ---- late ----------------------------------------------------------------------- */
 
-/* Each parameter range, with a total of `n` range; 0: zeros. */
+/* Marks each parameter, with a total of `n` gradients; 0: zeros. */
 static int mark_all_ready(gpu_rank *self, uint64_t step, int n, size_t stream,
                           int is_late)
 {
@@ -308,7 +308,7 @@ static pl_status write_all_late(gpu_rank *self)
     for (size_t i = 0; st == PL_OK && i < self->model->n_params; i++) {
         st = pl_reducer_write_late(self->reducer, i, block_memory(&self->late[i]),
                                    PL_REPLACE);
-        if (i % 2 == 0) /* has the copy made, and nothing that it does not wait for */
+        if (i % 2 == 0) /* executes the copy, and only what it waits for */
             CHECK(cuStreamSynchronize(self->streams[0]) == 0);
         give_block(self, &self->late[i]);
     }
@@ -317,8 +317,8 @@ static pl_status write_all_late(gpu_rank *self)
     return st == PL_OK ? gpu_wait(self) : st;
 }
 
-/* All get one more, on another stream than the main one, when their buckets are gone;
- * nothing but the reducer orders that stream and the main one. */
+/* All parameters get one more gradient, on a stream other than the main one, after
+ * their buckets were posted; only the reducer orders that stream and the main one. */
 static int fire_late(gpu_rank *self, uint64_t step)
 {
     const int is_late = pl_reducer_is_learned(self->reducer);

@@ -1,6 +1,5 @@
-/* test_reducer_pack.c - moves put off until their bucket is posted: which launches,
- * records and waits there are, in which order, on which streams.
- */
+/* test_reducer_pack.c - moves deferred until their bucket is posted: the launches,
+ * records and waits, in their order, on their streams. */
 #include "reducer/sparse_exchange.h"
 #include "tracer.h"
 
@@ -96,7 +95,7 @@ TRACED_TEST(what_is_added_is_added_at_once_behind_what_was_held)
     CHECK(asked(""));
     CHECK(mark_ready(it, 0, 3, more, PL_ADD, 1) == PL_COPIED);
     CHECK(asked("c1:1 a1:1 "));
-    fill(data, 77); /* it was copied with that */
+    fill(data, 77); /* the copy was made with it */
     fill(more, 20);
     CHECK(mark_ready(it, 0, 3, more, PL_ADD, 2) == PL_COPIED);
     CHECK(asked("r1e1 w2e1 a2:1 "));
@@ -116,7 +115,7 @@ TRACED_TEST(what_replaces_comes_behind_what_another_stream_wrote)
     fill(total, 5);
     CHECK(mark_ready(it, 0, 3, data, PL_REPLACE, 1) == PL_DEFERRED);
     CHECK(mark_ready(it, 0, 3, total, PL_REPLACE, 2) ==
-          PL_DEFERRED); /* `data` is nothing */
+          PL_DEFERRED); /* `data` is NULL */
     CHECK(asked(""));
     fill(data, 77);
     CHECK_OK(pl_reducer_flush(it->reducers[0], 3));
@@ -152,7 +151,7 @@ TRACED_TEST(a_late_gradient_is_moved_between_its_stream_and_the_steps)
         CHECK(asked("r9e2 i2 b o9 a9:1 "));
         CHECK(holds(it, 2, 34) && holds(it, 3, 2));
         CHECK(tracers[0].n_allocs == 1); /* kept for the next time */
-        /* Another step, in which it comes twice again after one that did not. */
+        /* Another step, in which it comes twice again after one in which it did not. */
         end_both(it);
         for (int k = 0; k < 2; k++) {
             begin_both(it);

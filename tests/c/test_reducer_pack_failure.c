@@ -1,4 +1,4 @@
-/* test_reducer_pack_failure.c - moves put off in steps that fail, at any call. */
+/* test_reducer_pack_failure.c - moves deferred in steps that fail, at any call. */
 #include "tracer.h"
 
 TRACED_TEST(after_a_failed_step_the_next_comes_behind_what_it_has_enqueued)
@@ -28,7 +28,7 @@ TRACED_TEST(after_a_failed_step_the_next_comes_behind_what_it_has_enqueued)
                 "r3e1 w9e1 w9e5 w9e6 c9:2 r9e4 w3e4 i4 r9e2 i2 h h o9 "));
     CHECK(all_hold(it, 2));
     end_both(it);
-    begin_both(it); /* and then no longer */
+    begin_both(it); /* and not deferred any more */
     all_ready_of_rank_0(it, data, 3);
     CHECK(asked("c3:2 r3e3 i3 c3:2 r3e4 i4 "));
     CHECK(pl_reducer_is_learned(it->reducers[0]));
@@ -65,13 +65,13 @@ static pl_status busy_step(pair *it, gradient *data)
     return st == PL_OK ? pl_reducer_order(one) : st;
 }
 
-static int nth_to_fail; /* of the backend's calls; 0: all of the step came before it */
+static int nth_to_fail; /* of the backend's calls; 0: the whole step came before it */
 
 static void fail_once(pair *it)
 {
     gradient data[N_PARAMS];
     learn(it);
-    all_ready_of_rank_1(it); /* the step that has begun */
+    all_ready_of_rank_1(it); /* in the step that has begun */
     CHECK_OK(pl_reducer_shadow_step(it->reducers[0], PL_SHADOWING));
     close_wait_and_order(it);
     end_both(it);
@@ -114,7 +114,7 @@ TRACED_TEST(a_reducer_without_its_events_is_not_made_and_leaves_none)
         first->fail_at = n;
         st = pl_reducer_create(&spec, &first->comm, &first->backend, &reducer);
         CHECK(st == PL_OK || first->n_live_events == n_events);
-        CHECK((st == PL_OK) == (n > 4)); /* two of its own, and one a bucket */
+        CHECK((st == PL_OK) == (n > 4)); /* two of its own, and one per bucket */
     }
     pl_reducer_destroy(reducer);
     first->fail_at = 0;

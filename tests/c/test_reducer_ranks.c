@@ -1,11 +1,10 @@
-/* test_reducer_ranks.c - reducers on ranks that are threads: exact means, whatever
- * range, in whatever order, however late, and whoever fails meanwhile.
- */
+/* test_reducer_ranks.c - reducers on ranks that are threads: exact means for any
+ * ranges, in any order, however late, and whichever rank fails. */
 #include <limits.h>
 
 #include "steps.h"
 
-/* ---- steps that nothing disturbs ------------------------------------------------ */
+/* ---- steps without failures ----------------------------------------------------- */
 
 TEST(means_are_exact_whatever_is_left_out_held_late_or_without_elements)
 {
@@ -18,9 +17,9 @@ TEST(means_are_exact_whatever_is_left_out_held_late_or_without_elements)
     } rows[] = {
         {1, 8, 0, 0, 0, 0, 0, 0}, /* each rank has all, once */
         {10, 36, 0, 0, 0, 0, 0, 0},
-        {20, 25, 50, 0, 0, 0, 0, 0}, /* zeros, where some ranks or all leave them out */
-        {40, 30, 0, 30, 0, 0, 11, INT_MAX}, /* added, where they come late too */
-        {60, 30, 0, 40, 100, 0, 0, 0},      /* what is held takes all that comes */
+        {20, 25, 50, 0, 0, 0, 0, 0}, /* zeros, if some ranks or all leave them out */
+        {40, 30, 0, 30, 0, 0, 11, INT_MAX}, /* added, if they come late too */
+        {60, 30, 0, 40, 100, 0, 0, 0},      /* held buckets take all gradients */
         {80, 30, 10, 40, 0, 2, 0, INT_MAX}, /* never late without elements */
     };
     for (size_t k = 0; k < sizeof rows / sizeof rows[0]; k++) {

@@ -1,11 +1,11 @@
-/* test_shm.c - worlds of processes that come to a good end: made, used, and left, with
- * nothing of them kept.
+/* test_shm.c - worlds of processes that end well: made, used, and left, with nothing
+ * leaked.
  *
- * What happens when processes die is test_shm_failure.c's.
+ * Processes that die are in test_shm_failure.c.
  */
 #include "processes.h"
 
-/* A test that each rank runs in a process of its own, in worlds of some sizes. */
+/* A test that each rank runs in its own process, in worlds of some sizes. */
 #define SHM_TEST(least, most, seed, name)                                              \
     TEST_BY(name, child *self, {                                                       \
         for (int world_size = least; world_size <= (most); world_size++)               \
@@ -66,7 +66,7 @@ SHM_TEST(3, 3, 1, worlds_made_one_after_another_leave_no_descriptor_and_no_mappi
     }
 }
 
-/* ---- failing softly ------------------------------------------------------------- */
+/* ---- steps that fail ------------------------------------------------------------ */
 
 SHM_TEST(3, 3, 2, processes_go_on_after_an_aborted_step)
 {
@@ -93,9 +93,9 @@ SHM_TEST(3, 3, 2, processes_go_on_after_an_aborted_step)
     }
 }
 
-/* ---- processes of a rank's own -------------------------------------------------- */
+/* ---- child processes of a rank -------------------------------------------------- */
 
-/* Like a worker of a data loader: a child of the rank ends while the ranks go on. */
+/* As a worker of a data loader: a child of the rank ends while the ranks continue. */
 SHM_TEST(2, 2, 3, children_of_a_rank_come_and_go_without_a_word_to_the_world)
 {
     if (!CHECK_OK(child_join(self)))
@@ -107,7 +107,7 @@ SHM_TEST(2, 2, 3, children_of_a_rank_come_and_go_without_a_word_to_the_world)
             const unsigned char *arena = (void *)self->comm->arena;
             const int holds_arena = arena[0] == (n == 0 ? 0 : OPS_GUARD);
             if (n % 2 == 0)
-                pl_comm_destroy(self->comm); /* says no goodbye for its parent */
+                pl_comm_destroy(self->comm); /* does not leave in its parent's name */
             _exit(holds_arena ? 0 : 1);
         }
         int how = 0;
@@ -118,7 +118,7 @@ SHM_TEST(2, 2, 3, children_of_a_rank_come_and_go_without_a_word_to_the_world)
     }
 }
 
-/* ---- construction that cannot be ------------------------------------------------ */
+/* ---- construction that fails ---------------------------------------------------- */
 
 SHM_TEST(2, 4, 1, ranks_that_ask_for_different_arenas_make_no_world)
 {

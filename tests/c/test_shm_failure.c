@@ -1,8 +1,8 @@
-/* test_shm_failure.c - worlds of processes of which one is killed, stopped, or goes
- * without a word: every other is told which, and soon.
+/* test_shm_failure.c - worlds of processes of which one is killed, stopped, or exits
+ * without notice: every other rank names it, and soon.
  *
- * Seeds decide who and when; the operating system still has its say about the order of
- * things, so a failure here need not come back at once.
+ * Seeds decide which and when; the operating system still affects the order of events,
+ * so a failure here need not repeat at once.
  */
 #include "processes.h"
 
@@ -21,8 +21,8 @@ static void reduce_until_it_fails(child *self)
     child_report(self, st);
     if (self->comm == NULL)
         CHECK(n_open_descriptors() == self->n_descriptors);
-    /* No process ends in the instant in which it fails; this one stays until all have
-     * told whom they blame, or it would be blamed itself. */
+    /* No process ends at the moment it fails; this one stays until all have reported,
+     * or they would blame it. */
     await_flag(&self->board->is_stopped);
 }
 
@@ -86,7 +86,7 @@ TEST(a_killed_rank_is_noticed_though_its_children_live)
     board_destroy(all);
 }
 
-/* ---- gone of its own will ------------------------------------------------------- */
+/* ---- exited --------------------------------------------------------------------- */
 
 static void go_without_a_word(child *self)
 {
@@ -107,7 +107,7 @@ static void say_goodbye(child *self)
         if (self->rank == 1 && n == 10) {
             child_leave(self);
             if (atomic_load(&self->board->note))
-                pli_sleep_ns(50 * PLI_MS); /* it has left, and its process stays */
+                pli_sleep_ns(50 * PLI_MS); /* it has left, but its process lives */
             return;
         }
         st = child_reduce(self, n);

@@ -1,4 +1,4 @@
-/* test_status.c - codes and their words, the allocator, the environment. */
+/* test_status.c - codes and messages, the allocator, the environment. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -11,7 +11,7 @@
 #include "core/alloc.h"
 #include "core/config.h"
 
-/* ---- codes and words ------------------------------------------------------------ */
+/* ---- codes and messages --------------------------------------------------------- */
 
 TEST(every_code_has_a_text_of_its_own)
 {

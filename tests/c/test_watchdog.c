@@ -1,4 +1,4 @@
-/* test_watchdog.c - a thread that looks after whatever has joined. */
+/* test_watchdog.c - a thread that checks all that have joined. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 #include "nccl/watchdog.h"
 
 #ifdef __SANITIZE_THREAD__
-enum { IS_SANITIZED_BY_THREADS = 1 }; /* it has no threads in a child of threads */
+enum { IS_SANITIZED_BY_THREADS = 1 }; /* TSan cannot start threads in a forked child */
 #else
 enum { IS_SANITIZED_BY_THREADS = 0 };
 #endif
@@ -20,7 +20,7 @@ typedef struct ward {
     atomic_int n_checks;
     atomic_int n_inside;
     atomic_int is_gone; /* it has left: no check may follow */
-    int64_t rest_ns;    /* of a check */
+    int64_t rest_ns;    /* duration of a check */
 } ward;
 
 static void check(void *context)
@@ -46,7 +46,7 @@ static void leave(pli_watchdog *watchdog, ward *it)
     atomic_store(&it->is_gone, 1);
 }
 
-/* 0 where a sanitizer has some of its own. */
+/* 0 if a sanitizer has its own threads. */
 static int n_threads(void)
 {
     int n = 0;
@@ -139,7 +139,7 @@ TEST(signals_are_not_for_its_thread)
         !CHECK_OK(pli_watchdog_join(watchdog, check, &it)))
         return;
     CHECK(pthread_sigmask(SIG_SETMASK, NULL, &mine) == 0);
-    CHECK(!sigismember(&mine, SIGUSR1)); /* this thread's are as before */
+    CHECK(!sigismember(&mine, SIGUSR1)); /* this thread's mask is unchanged */
     leave(watchdog, &it);
     pli_watchdog_destroy(watchdog);
 }
@@ -154,7 +154,7 @@ TEST(a_forked_child_may_forget_it_and_begin_anew)
         return;
     while (atomic_load(&it.n_inside) == 0)
         pli_cpu_relax();
-    const pid_t pid = fork(); /* its thread may hold the lock just now */
+    const pid_t pid = fork(); /* its thread may hold the lock now */
     if (pid == 0) {
         ward own = {0};
         (void)alarm(20);
@@ -169,7 +169,7 @@ TEST(a_forked_child_may_forget_it_and_begin_anew)
         _exit(atomic_load(&check_n_failures) == 0 ? 0 : 1);
     }
     CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
-    pli_watchdog_forget(watchdog); /* means nothing here */
+    pli_watchdog_forget(watchdog); /* no effect here */
     await_checks(&it, atomic_load(&it.n_checks) + 1);
     leave(watchdog, &it);
     pli_watchdog_destroy(watchdog);

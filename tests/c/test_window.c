@@ -1,7 +1,7 @@
 /* test_window.c - second mappings of a rank's own arena: what they show, what they
  * keep, and when they go.
  *
- * One process is the whole world: no peer is needed to look at one's own memory.
+ * One process is the whole world: a rank needs no peer to map its own memory.
  */
 #include <pthread.h>
 #include <string.h>
@@ -13,7 +13,7 @@
 #include "leaks.h"
 #include "ranks.h"
 
-enum { N_SLOTS = 4, AT = 65536, N_BYTES = 20000 }; /* no whole number of pages */
+enum { N_SLOTS = 4, AT = 65536, N_BYTES = 20000 }; /* not a whole number of pages */
 
 static int create_world(pl_comm **out)
 {
@@ -32,8 +32,8 @@ static int create_world(pl_comm **out)
     return is_made;
 }
 
-/* A world, what a window shows of its arena, and the window, which the test releases.
- */
+/* A world, the part of its arena that a window shows, and the window, which the test
+ * releases. */
 typedef struct scene {
     pl_comm *comm;
     char *arena;
@@ -105,9 +105,9 @@ WINDOW_TEST(a_retired_window_keeps_its_values_at_its_address)
     memset(arena, 6, N_BYTES);
     CHECK(base[0] == 5 && base[N_BYTES - 1] == 5);
     CHECK(new->base[0] == 6 && new->base[N_BYTES - 1] == 6);
-    old->base[0] = 7; /* what the user writes to a kept gradient is his own */
+    old->base[0] = 7; /* the user may write to a kept gradient */
     CHECK(arena[0] == 6);
-    CHECK_OK(pli_window_retire(old)); /* once more changes nothing */
+    CHECK_OK(pli_window_retire(old)); /* a second time has no effect */
     CHECK(base[0] == 7 && base[1] == 5);
     pli_window_release(old);
     CHECK(base[1] == 5); /* the view holds it still */
@@ -198,7 +198,7 @@ static void *see_and_unsee(void *memory)
         pli_window_see(window, (size_t)round % N_SLOTS);
         pli_window_unsee(window, (size_t)round % N_SLOTS);
     }
-    pli_window_unsee(window, 0); /* the view that it was given */
+    pli_window_unsee(window, 0); /* the view that it received */
     return NULL;
 }
 
@@ -262,7 +262,7 @@ TEST(on_a_device_old_memory_stays_with_its_views_and_the_world_has_other)
     if (!CHECK_OK(pli_window_create(&it.comm, 8, 32, N_SLOTS, &old)))
         return;
     CHECK(old->base == it.each[0].memory + 8);
-    CHECK_OK(pli_window_retire(old)); /* nobody sees it */
+    CHECK_OK(pli_window_retire(old)); /* no view shows it */
     CHECK(it.now == 0);
     pli_window_see(old, 1);
     CHECK_OK(pli_window_retire(old));

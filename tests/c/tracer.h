@@ -1,4 +1,4 @@
-/* tracer.h - a backend and a world that do all at once and write down what is asked.
+/* tracer.h - a backend and a world that do all at once and write down their calls.
  *
  *     c1:2     copies 2 tensors on stream 1        r1e3    records event 3 on stream 1
  *     a1:1     adds                                w2e3    stream 2 waits for event 3
@@ -6,8 +6,8 @@
  *     o1       orders stream 1 behind the world            ready with event 7
  *     h  b     issues in host memory; a barrier
  *
- * Memory is the host's; the world stands on a local one.  One thread plays both ranks
- * of a pair, and it is rank 0's that is read.
+ * Memory is the host's; the world stands on a local one.  One thread drives both ranks
+ * of a pair, and tests read rank 0's trace.
  */
 #ifndef PLT_TRACER_H
 #define PLT_TRACER_H
@@ -29,7 +29,7 @@ typedef struct tracer {
     size_t n_bytes;
     size_t n_events, n_live_events;
     size_t n_allocs, n_live_allocs;
-    int fail_at; /* the call of the backend that fails, from now; 0: none does */
+    int fail_at; /* the backend's call that fails, counted from now; 0: none */
 } tracer;
 
 static inline pl_status fails(tracer *it)
@@ -240,7 +240,7 @@ static const pli_device_ops trace_device_ops = {
 
 /* ---- two ranks ------------------------------------------------------------------ */
 
-static tracer tracers[N_RANKS]; /* of the pair that there is */
+static tracer tracers[N_RANKS]; /* of the one pair */
 
 /* Buckets of two parameters each: 3 2 | 1 0. */
 static const pl_param params[N_PARAMS] = {
@@ -302,7 +302,7 @@ static inline void forget_trace(void)
     tracers[0].text[0] = 0;
 }
 
-/* What rank 0 has asked for since this was last called. */
+/* Whether `text` is what rank 0 has called since the last asked(). */
 static inline int asked(const char *text)
 {
     const int is_so = strcmp(tracers[0].text, text) == 0;
@@ -329,7 +329,7 @@ static inline pl_ready_result mark_ready(const pair *it, int rank, size_t param,
     return result;
 }
 
-/* Rank 1 has these for every parameter. */
+/* Rank 1's gradient for every parameter. */
 static const gradient threes = {3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
 
 static inline int holds(const pair *it, size_t param, float value)
@@ -363,7 +363,7 @@ static inline int all_hold(const pair *it, float value)
     return are_held;
 }
 
-/* Gradients of ones, which rank 0 has on a stream, in the order of buckets. */
+/* Rank 0's gradients of ones, ready on one stream, in the order of buckets. */
 static inline void all_ready_of_rank_0(const pair *it, gradient *data, int on)
 {
     for (size_t i = N_PARAMS; i-- > 0;) {
@@ -372,7 +372,7 @@ static inline void all_ready_of_rank_0(const pair *it, gradient *data, int on)
     }
 }
 
-/* A step on stream 1, so that the order is learned, and the next begins: 3 2 | 1 0. */
+/* A step on stream 1, which shows the order 3 2 | 1 0; then the next step begins. */
 static inline void learn(const pair *it)
 {
     gradient data[N_PARAMS];

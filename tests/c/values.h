@@ -1,7 +1,7 @@
 /* values.h - elements that are small integers, whatever their dtype.
  *
- * Sums and means of them are exact in every dtype, so that a test compares bits.
- * A *part* is a real number: a complex element has two, every other one.
+ * Their sums and means are exact in every dtype, so a test compares bits.  A *part* is
+ * a real number: a complex element has two, any other has one.
  */
 #ifndef PLT_VALUES_H
 #define PLT_VALUES_H
@@ -11,7 +11,7 @@
 
 #include "include/paceline.h"
 
-enum { VALUE_MOST = 256 }; /* the largest that bfloat16 has without a gap below it */
+enum { VALUE_MOST = 256 }; /* the largest integer up to which bfloat16 has no gap */
 
 static inline pl_dtype value_part(pl_dtype dtype)
 {
@@ -50,7 +50,7 @@ static inline uint16_t value_bf16(int value)
     return (uint16_t)(bits >> 16);
 }
 
-/* Writes the bytes of `value` as one part to `out`; returns how many there are. */
+/* Writes the bytes of `value` as one part to `out`; returns their number. */
 static inline size_t value_bytes(pl_dtype part, int value, unsigned char out[8])
 {
     const float narrow = (float)value;

@@ -1,7 +1,7 @@
-/* cuda_api.h - CUDA's driver API, as far as the fake has it.
+/* cuda_api.h - the part of CUDA's driver API that the fake has.
  *
- * Written from the documentation, apart from the prototypes that the library itself
- * declares, so that a mistake in one of the two shows.  As in CUDA's own header, a name
+ * Written from the documentation, independently of the prototypes in the library
+ * itself, so that a mistake in one of the two shows.  As in CUDA's own header, a name
  * whose meaning has changed stands for its newest variant.
  */
 #ifndef FAKE_CUDA_API_H
@@ -76,8 +76,7 @@ enum {
 #define CU_STREAM_LEGACY ((CUstream)0x1)
 #define CU_STREAM_PER_THREAD ((CUstream)0x2)
 
-/* name, the CUDA that brought it, the CUDA of its newest variant and that variant's
- * suffix, arguments */
+/* name, first CUDA version, CUDA version and suffix of its newest variant, arguments */
 #define FAKE_CUDA_MAP(X)                                                               \
     X(cuInit, 2000, 2000, , (unsigned flags))                                          \
     X(cuDriverGetVersion, 2020, 2020, , (int *out))                                    \

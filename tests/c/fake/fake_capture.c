@@ -1,15 +1,15 @@
-/* fake_capture.c - streams that are captured into graphs.
+/* fake_capture.c - captures streams into graphs.
  *
- * A capture takes what its origin stream is given, and what other streams are given
- * once they have waited for an event of it.  What may not be done meanwhile invalidates
- * it, as CUDA has it, and everything after that fails until it is ended.
+ * A capture takes the work given to its origin stream, and to other streams once they
+ * have waited for an event of it.  A forbidden call invalidates the capture, as in
+ * CUDA, and all later calls on it fail until it is ended.
  */
 #include "state.h"
 
 static _Thread_local struct {
     uint64_t generation;
     int mode;
-    char token; /* its address is this thread's name */
+    char token; /* its address identifies the thread */
 } here;
 
 static int my_mode(void)
@@ -33,7 +33,7 @@ CUresult cuThreadExchangeStreamCaptureMode(int *mode)
     return fk_leave(CUDA_SUCCESS);
 }
 
-/* ---- what is forbidden ---------------------------------------------------------- */
+/* ---- forbidden calls ------------------------------------------------------------ */
 
 static void invalidate(fk_capture *capture, const char *who)
 {
@@ -70,8 +70,8 @@ int fk_forbid_unsafe(const char *who)
     return result;
 }
 
-/* Whatever the thread's mode: a context cannot be waited for while any of its streams
- * is captured. */
+/* In any mode, no thread may wait for a context while one of its streams is
+ * captured. */
 int fk_forbid_beside_captures(int device, const char *who)
 {
     int result = CUDA_SUCCESS;
@@ -86,8 +86,8 @@ int fk_forbid_beside_captures(int device, const char *who)
     return result;
 }
 
-/* The legacy stream would have to wait for blocking ones.  `who`: NULL where it is only
- * looked at, which invalidates nothing. */
+/* The legacy stream would have to wait for blocking ones.  `who`: NULL for a mere
+ * query, which invalidates nothing. */
 static int check_implicit(CUstream stream, const char *who)
 {
     int result = CUDA_SUCCESS;
@@ -111,7 +111,7 @@ int fk_forbid_implicit(CUstream stream, const char *who)
     return check_implicit(stream, who);
 }
 
-/* The host may not ask for, or wait for, what is only written down. */
+/* The host may not query, or wait for, work that is only recorded. */
 int fk_forbid_captured(CUstream stream, const char *who)
 {
     if (stream->capture != NULL) {
@@ -186,7 +186,7 @@ CUresult cuStreamIsCapturing(CUstream handle, int *out)
     return fk_leave(CUDA_SUCCESS);
 }
 
-/* ---- from the beginning to the end ---------------------------------------------- */
+/* ---- beginning and end ---------------------------------------------------------- */
 
 CUresult cuStreamBeginCapture(CUstream handle, int mode)
 {
@@ -209,7 +209,7 @@ CUresult cuStreamBeginCapture(CUstream handle, int mode)
     return fk_leave(CUDA_SUCCESS);
 }
 
-/* Streams leave the capture, and go on behind what they were given before it. */
+/* Streams leave the capture, and continue after the work they had before it. */
 static void release_streams(const fk_capture *capture)
 {
     for (fk_object *it = fk.objects; it != NULL; it = it->next) {
@@ -222,7 +222,7 @@ static void release_streams(const fk_capture *capture)
     }
 }
 
-/* All that was captured must lie before the origin's end. */
+/* All captured work must come before the origin's end. */
 static int is_joined(const fk_capture *capture)
 {
     const size_t n = capture->nodes.n;

@@ -88,7 +88,7 @@ int fk_enter(const char *name)
         thread_generation = fk.generation;
         fk.n_threads++;
     }
-    /* Some need no cuInit. */
+    /* Some functions need no cuInit. */
     if (strncmp(name, "cu", 2) == 0 && strncmp(name, "cuGet", 5) != 0 &&
         strcmp(name, "cuDriverGetVersion") != 0 && (fk.is_forked || fk.sticky != 0)) {
         const int result = fk.is_forked ? CUDA_ERROR_NOT_INITIALIZED : fk.sticky;
@@ -146,7 +146,7 @@ void fake_hide(const char *name)
     unlock();
 }
 
-/* ---- errors, and what there is -------------------------------------------------- */
+/* ---- errors, and live objects --------------------------------------------------- */
 
 FAKE_GETTER(int, fake_errors, (void), n_errors)
 

@@ -3,7 +3,7 @@
 
 static void *pointer_of(CUdeviceptr memory)
 {
-    return (void *)(uintptr_t)memory; /* NOLINT: a number is what CUDA has */
+    return (void *)(uintptr_t)memory; /* NOLINT: CUDA's addresses are numbers */
 }
 
 /* ---- allocations ---------------------------------------------------------------- */
@@ -32,7 +32,7 @@ CUresult cuMemAlloc(CUdeviceptr *out, size_t n_bytes)
     return fk_leave(CUDA_SUCCESS);
 }
 
-/* Waits for all that its device has. */
+/* Waits for all work of its device. */
 CUresult cuMemFree(CUdeviceptr memory)
 {
     FAKE_CALL(cuMemFree);
@@ -115,8 +115,8 @@ typedef struct copy {
     int is_corrupt;
 } copy;
 
-/* Host memory that is not pinned is read at the call, and has been written when the
- * call returns; what is pinned is read and written at any time. */
+/* Host memory that is not pinned is read at the call, and written when the call
+ * returns; pinned memory is read and written at any time. */
 static int enqueue_copy(const copy *it, CUstream handle)
 {
     CUstream stream = NULL;
@@ -167,7 +167,7 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n_bytes,
     return fk_leave(enqueue_copy(&it, stream));
 }
 
-/* Whether memory that somebody has allocated is of the context that is named. */
+/* Whether allocated memory belongs to the given context. */
 static int is_of(CUcontext context, CUdeviceptr memory, const char *side)
 {
     const int owner = fk_owner_of(pointer_of(memory));
@@ -180,7 +180,7 @@ static int is_of(CUcontext context, CUdeviceptr memory, const char *side)
     return 0;
 }
 
-/* With peer access or without: then by way of the host's memory. */
+/* Works with peer access or without: then through host memory. */
 CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr from,
                            CUcontext from_context, size_t n_bytes, CUstream stream)
 {

@@ -1,8 +1,8 @@
-/* fake_deadlock.c - can what the host waits for ever be done?
+/* fake_deadlock.c - whether an operation that the host waits for can ever be done.
  *
- * It is played through with the best that can come: peers that have not enqueued their
- * part yet do so at once, and are ready.  What cannot be done even so waits in a
- * circle: for itself, or for slots that what waits for it has.
+ * The schedule is simulated in the best case: peers enqueue their missing parts at
+ * once, and are ready.  An operation that cannot be done even then waits in a circle:
+ * for itself, or for slots of operations that wait for it.
  */
 #include <dirent.h>
 
@@ -40,7 +40,7 @@ static void finish(fk_op *op)
     }
 }
 
-/* It, and those of its peers that are resident, may be done now. */
+/* The operation and the resident parts of its peers can be done now. */
 static void finish_with_peers(fk_op *op)
 {
     const fk_launch *launch = op->launch;
@@ -92,8 +92,8 @@ int fk_can_ever(const fk_op *target)
     return target->imagined == FK_DONE;
 }
 
-/* Of this process's threads none can come where there is but this one; the pump
- * enqueues nothing, and ThreadSanitizer has a thread of its own. */
+/* Whether no other thread of this process can enqueue anything.  The pump does not, and
+ * ThreadSanitizer has its own thread. */
 int fk_is_alone(void)
 {
 #if defined(__SANITIZE_THREAD__)

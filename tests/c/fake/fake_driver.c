@@ -234,7 +234,7 @@ static const struct {
     any_fn function;
 } table[] = {FAKE_CUDA_MAP(ROW)};
 
-/* How: 0 found, 1 unknown, 2 the version is too low, as CUDA counts. */
+/* *how: 0 found, 1 unknown, 2 the version is too low, as in CUDA. */
 CUresult cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags,
                              int *how)
 {

@@ -1,4 +1,4 @@
-/* fake_graph.c - graphs: what a capture has taken, to be launched again and again. */
+/* fake_graph.c - graphs: captured work, to be launched again and again. */
 #include "state.h"
 
 struct CUgraph_st {
@@ -12,7 +12,7 @@ struct CUgraphExec_st {
     fk_op *last; /* the end of its last launch; counted */
 };
 
-/* The newest first, so that no chain is dropped at once. */
+/* Drops the newest first, so that no chain is dropped recursively. */
 void fk_nodes_drop(fk_list *nodes)
 {
     while (nodes->n > 0)
@@ -113,7 +113,7 @@ static fk_op *copy_of(const fk_op *node)
     return op;
 }
 
-/* All nodes lie behind `before`, and `after` behind them. */
+/* All nodes come after `before`, and `after` after them. */
 static void submit(const fk_list *nodes, fk_op *before, fk_op *after)
 {
     fk_op **clones = fk_new(nodes->n * sizeof(fk_op *));

@@ -1,7 +1,7 @@
-/* fake_hide.c - functions that this version of the libraries does not have.
+/* fake_hide.c - hides functions that this version of the libraries does not have.
  *
- * dlsym() looks into the library's table of dynamic symbols, which is memory: a symbol
- * without a value is not found, until it gets it back.
+ * dlsym() searches the library's table of dynamic symbols, which is memory: a symbol
+ * whose value is set to 0 is not found until the value is restored.
  */
 #include <dlfcn.h>
 #include <elf.h>
@@ -54,7 +54,7 @@ static void set_value(ElfW(Sym) * symbol, ElfW(Addr) value)
     (void)mprotect(first, n_bytes, PROT_READ);
 }
 
-/* Both the name itself and what its newest variant is called. */
+/* Whether `name` is `of`, or its newest variant. */
 static int is_variant(const char *name, const char *of)
 {
     const size_t n = strlen(of);

@@ -1,10 +1,10 @@
-/* fake_memory.c - device memory, which is host memory with a watch on it.
+/* fake_memory.c - device memory: host memory with a watch on it.
  *
- * All of it lies in one range of addresses, from the bottom up, each allocation on
- * pages of its own with an inaccessible page behind; addresses are not used again
- * before fake_reset().  Freed memory is never accessible: an operation that touches it,
- * or what lies between allocations, is found by the signal, like a host that touches
- * what is protected.  The page is made accessible then, and the program goes on.
+ * All of it lies in one range of addresses, from the bottom up.  Each allocation has
+ * its own pages, with an inaccessible page behind; addresses are not reused before
+ * fake_reset().  Freed memory is never accessible: SIGSEGV shows an operation that
+ * touches it, or touches memory between allocations, and a host that touches protected
+ * memory.  The page is then made accessible, and the program goes on.
  */
 #include <signal.h>
 #include <sys/mman.h>
@@ -15,7 +15,7 @@
 enum {
     MAX_ALLOCATIONS = 65536,
     ALIGNMENT = 512,
-    POISON_NEW = 0xff, /* no number in any type of float */
+    POISON_NEW = 0xff, /* not a number in any type of float */
     POISON_SLACK = 0x3c,
 };
 #define REGION_BYTES ((size_t)1 << 36)
@@ -44,7 +44,7 @@ static size_t region_used;
 static allocation allocations[MAX_ALLOCATIONS];
 static size_t n_allocations;
 static pinned *pins;
-static int is_open; /* operations may touch it; with options.protect alone */
+static int is_open; /* operations may touch it; used with options.protect only */
 static int is_shown;
 static struct sigaction old_action;
 
@@ -53,7 +53,7 @@ static size_t round_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
-/* ---- looking -------------------------------------------------------------------- */
+/* ---- lookup --------------------------------------------------------------------- */
 
 static int is_device_memory(const void *at)
 {
@@ -61,7 +61,7 @@ static int is_device_memory(const void *at)
            (const char *)at < region + REGION_BYTES;
 }
 
-/* The allocation that has the address, or the one below it; NULL: none's. */
+/* The allocation that holds the address, or the one below it; NULL if there is none. */
 static allocation *find(const void *at)
 {
     if (!is_device_memory(at))
@@ -117,7 +117,7 @@ int fk_check_copy(const fk_op *op)
 
 /* ---- the watch ------------------------------------------------------------------ */
 
-/* Runs in the thread that has touched the memory. */
+/* Runs in the thread that touched the memory. */
 static void on_fault(int number, siginfo_t *info, void *context)
 {
     char *at = info->si_addr;

@@ -36,8 +36,8 @@ void fake_register_kernel(const char *name, size_t n_args, const size_t *arg_byt
     (void)pthread_mutex_unlock(&fk.lock);
 }
 
-/* NVRTC's code says what it is for; a cubin runs on its own major version's devices of
- * the same or a later minor one. */
+/* NVRTC's code names its architecture; a cubin runs on devices of the same major
+ * version and the same or a later minor version. */
 static int check_image(const char *image)
 {
     int arch = 0;
@@ -104,7 +104,7 @@ size_t fk_args_bytes(const fk_kernel *kernel)
     return n_bytes;
 }
 
-/* Of a test's kernel every word of its arguments may be an address: such arguments have
+/* Any word of the arguments of a test's kernel may be an address: such arguments have
  * no padding. */
 static int address_of(const fk_op *op, size_t i, const void **out)
 {
@@ -125,7 +125,7 @@ int fk_kernel_touches(const fk_op *op, const char *low, const char *high)
     return 0;
 }
 
-/* A context in which a kernel has failed is of no use any more. */
+/* A context in which a kernel has failed cannot be used any more. */
 static void fail(const fk_op *op, const char *why, int result)
 {
     fk_error("%s: %s", op->kernel->name, why);

@@ -68,7 +68,7 @@ void fk_set_last_error(const char *format, ...)
     va_end(rest);
 }
 
-/* The newest of the thread. */
+/* The thread's latest error. */
 const char *ncclGetLastError(ncclComm_t comm)
 {
     (void)comm;
@@ -155,7 +155,7 @@ static ncclConfig_t no_config(void)
                           .splitShare = undefined};
 }
 
-/* As much as the caller's has, and of that what its version had. */
+/* Reads the fields that the caller's version has. */
 static int read_config(const ncclConfig_t *config, ncclConfig_t *out)
 {
     const ncclConfig_t none = no_config();
@@ -257,7 +257,7 @@ static void end_comm(ncclComm_t comm)
     fk_object_kill(&comm->object);
 }
 
-/* As NCCL, which frees nothing while a graph holds operations of the communicator. */
+/* As NCCL, frees nothing while a graph holds operations of the communicator. */
 static void wait_for_graphs(ncclComm_t comm, const char *what)
 {
     const int64_t since = fk_now();
@@ -268,7 +268,7 @@ static void wait_for_graphs(ncclComm_t comm, const char *what)
         }
 }
 
-/* What runs on the device ends at once; what is queued will, when its turn comes. */
+/* Running operations end at once; queued ones when their turn comes. */
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
     (void)usleep((unsigned)fk.options.abort_ms * 1000);
@@ -280,7 +280,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
     while (comm->launches.n > 0 && comm->launches.ops[0]->state == FK_RESIDENT)
         (void)fk_launch_poll(comm->launches.ops[0]);
     fk_moved();
-    fk_drop_registrations(comm); /* nothing looks at that memory any more */
+    fk_drop_registrations(comm); /* no operation uses that memory any more */
     wait_for_graphs(comm, "ncclCommAbort");
     end_comm(comm);
     return fk_leave(ncclSuccess);
@@ -347,7 +347,7 @@ static int add_task(ncclComm_t comm, CUstream handle, const fk_task *task,
     return ncclSuccess;
 }
 
-/* One launch of all that the group has for a communicator. */
+/* Makes one launch of all that the group has for a communicator. */
 static int start_first(const char *what)
 {
     size_t n_left = 0;

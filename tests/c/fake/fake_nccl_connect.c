@@ -1,8 +1,8 @@
-/* fake_nccl_connect.c - connections that are made by the first collective of a kind.
+/* fake_nccl_connect.c - connections, made by the first collective of a kind.
  *
- * Since NCCL 2.22 the host blocks in that call until all ranks are in it, and device
- * memory is allocated.  Which way an operation takes is decided by its algorithm, which
- * NCCL chooses by kind, size, and whether the memory is registered:
+ * Since NCCL 2.22 that call blocks the host until all ranks are in it, and allocates
+ * device memory.  An operation's path depends on its algorithm, which NCCL chooses by
+ * kind, size, and whether the memory is registered:
  *
  *     bit   kind * 6 + (0: < 256 KiB, 1: < 4 MiB, 2: more) * 2 + is it registered
  */

@@ -1,7 +1,7 @@
-/* fake_nccl_launch.c - what NCCL puts into a stream: one call, or a group of them.
+/* fake_nccl_launch.c - NCCL's work on a stream: one call, or a group of calls.
  *
- * A launch is resident, and holds its slots, from when its turn in the stream comes
- * until each of its parts has met its peers.
+ * A launch is resident, and holds its slots, from its turn in the stream until each of
+ * its parts has met its peers.
  */
 #include <unistd.h>
 
@@ -54,7 +54,7 @@ static int is_collective(const fk_task *task)
     return task->kind != FK_SEND && task->kind != FK_RECV;
 }
 
-/* The order of issue is what ranks must have in common. */
+/* All ranks must issue operations in the same order. */
 void fk_launch_number(fk_op *op)
 {
     ncclComm_t comm = op->launch->comm;
@@ -111,7 +111,7 @@ int fk_launch_poll(fk_op *op)
     return has_moved;
 }
 
-/* ---- what its peers have -------------------------------------------------------- */
+/* ---- peers ---------------------------------------------------------------------- */
 
 static int has_coll(const fk_launch *launch, uint64_t number)
 {
@@ -145,7 +145,7 @@ fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank)
     return NULL;
 }
 
-/* Whether rank r's half may still come, or has: what nobody has issued yet may. */
+/* Whether rank r's half has come, or may: one that is not issued yet may. */
 int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r)
 {
     if (comm->is_aborted || comm->world == NULL)
@@ -171,7 +171,7 @@ static void raise_to(_Atomic uint64_t *at, uint64_t value)
         continue;
 }
 
-/* Other processes have a thread that looks for what is wanted of them. */
+/* Tells other processes, whose pump looks for wanted operations. */
 static void want(const ncclComm_t comm, const fk_task *task)
 {
     fk_board *board = comm->world->board;
@@ -202,7 +202,7 @@ int fk_launch_is_wanted(const fk_op *op)
     return 0;
 }
 
-/* They are executed in their order: no further than to the first that is not. */
+/* Operations are executed in order, so marks only those up to the first wanted one. */
 int fk_need_wanted(const ncclComm_t comm)
 {
     int is_wanted = 0;
@@ -282,9 +282,9 @@ static int connect_and_enqueue(ncclComm_t comm, CUstream stream, fk_op *op)
     return result;
 }
 
-/* A thread of NCCL's makes the launch, whose mode of capture is its own: global.  It
- * relaxes that round all of its calls but one, a query of an event where it launches
- * something that is not captured while a graph has operations of the communicator. */
+/* A thread of NCCL makes the launch.  Its capture mode is global, but it relaxes that
+ * around all of its calls but one: a query of an event, when it launches uncaptured
+ * work while a graph has operations of the communicator. */
 static void launch_in_thread(const ncclComm_t comm, const CUstream stream)
 {
     fk.n_launch_threads++;
@@ -302,7 +302,7 @@ static void launch_in_thread(const ncclComm_t comm, const CUstream stream)
     }
 }
 
-/* As a device does that has taken all the launches that it can. */
+/* Waits as a device does that accepts no more launches. */
 static int await_room(ncclComm_t comm, const char *what)
 {
     const int64_t since = fk_now();
@@ -320,7 +320,7 @@ static int await_room(ncclComm_t comm, const char *what)
     return comm->is_aborted ? ncclInternalError : ncclSuccess;
 }
 
-/* Takes the launch.  A communicator that does not block may put it off. */
+/* Takes the launch.  A non-blocking communicator may put it off. */
 int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
                     const char *what)
 {
@@ -341,7 +341,7 @@ int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
     comm->slow_stream = stream;
     comm->n_polls = (int)fk_below((unsigned)fk.options.polls + 1);
     return fk_below(4) == 0 ? ncclSuccess
-                            : ncclInProgress; /* it may say so too early */
+                            : ncclInProgress; /* ncclSuccess may come too early */
 }
 
 int fk_finish_slow(ncclComm_t comm)

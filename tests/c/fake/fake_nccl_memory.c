@@ -1,4 +1,4 @@
-/* fake_nccl_memory.c - memory of NCCL's, and registrations. */
+/* fake_nccl_memory.c - NCCL's memory, and registrations. */
 #include "nccl_state.h"
 
 typedef struct registration {
@@ -30,7 +30,7 @@ ncclResult_t ncclMemAlloc(void **out, size_t n_bytes)
     return fk_leave(result == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError);
 }
 
-/* Neither waits for the device. */
+/* Neither freeing nor deregistering waits for the device. */
 static void check_in_flight(const void *memory, int is_of_nccl, const char *what)
 {
     const fk_op *op = fk_in_flight(memory, is_of_nccl);

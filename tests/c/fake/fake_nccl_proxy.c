@@ -1,8 +1,8 @@
-/* fake_nccl_proxy.c - NCCL's proxies: they send what operations leave with them.
+/* fake_nccl_proxy.c - NCCL's proxies, which send the data of operations.
  *
  * With options.net an operation is done when the others' parts have come and its own
- * lies with the proxy, which sends it some time later: at random times, or when
- * somebody waits for it.  An abort ends the proxy at once, with all that it has.
+ * part lies with the proxy, which sends it later: at a random time, or when a thread
+ * waits for it.  An abort ends the proxy at once, with all that it holds.
  */
 #include "nccl_state.h"
 

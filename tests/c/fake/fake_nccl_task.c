@@ -12,7 +12,7 @@ static int is_pair(const fk_task *task)
     return task->kind == FK_SEND || task->kind == FK_RECV;
 }
 
-/* How many elements this rank reads, and writes. */
+/* Number of elements that this rank reads, and writes. */
 static size_t n_read(const ncclComm_t comm, const fk_task *task)
 {
     switch (task->kind) {
@@ -39,7 +39,7 @@ static size_t n_written(const ncclComm_t comm, const fk_task *task)
     }
 }
 
-/* ---- room for what is posted ---------------------------------------------------- */
+/* ---- room for posts ------------------------------------------------------------- */
 
 static void drop_taken(ncclComm_t comm)
 {
@@ -95,7 +95,7 @@ static const char *post_data(const ncclComm_t comm, int rank, const fk_post *pos
     return comm->world->data + (size_t)rank * FK_DATA_BYTES + post->offset;
 }
 
-/* A scale by which each rank's values are multiplied, as NCCL does for floats. */
+/* The factor by which each rank's values are multiplied, as NCCL does for floats. */
 static double scale_of(const ncclComm_t comm, const fk_task *task)
 {
     if (task->op == ncclAvg)
@@ -129,7 +129,7 @@ void fk_task_post(ncclComm_t comm, fk_task *task, const char *what)
     fk_proxy_send(comm, post, task->number + 1);
 }
 
-/* A send is answered by its being taken. */
+/* A send has its answer once it is taken. */
 int fk_has_posted(const ncclComm_t comm, const fk_task *task, int r)
 {
     if (task->kind == FK_SEND) /* a proxy has taken it at once */

@@ -1,4 +1,4 @@
-/* fake_nccl_world.c - where the ranks of a communicator meet. */
+/* fake_nccl_world.c - the memory in which the ranks of a communicator meet. */
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@ static size_t header_bytes(void)
     return (sizeof(fk_board) + 4095) / 4096 * 4096;
 }
 
-/* Descriptors of ids that were given out and whose ranks have not all come. */
+/* Descriptors of ids whose ranks have not all come. */
 typedef struct made_id {
     struct made_id *next;
     char id[NCCL_UNIQUE_ID_BYTES];
@@ -117,7 +117,7 @@ int fk_has_duplicate(const fk_world *world, int *one, int *other)
         for (int b = a + 1; b < world->n_ranks; b++) {
             *one = a;
             *other = b;
-            /* Up to 2.29 the card counts, then the part of it. */
+            /* Up to 2.29 NCCL compares the card, since then the part of it. */
             const int is_one_card = fk.options.one_bus && fk.options.nccl < 23000;
             if ((is_one_card ||
                  atomic_load(&board->devices[a]) == atomic_load(&board->devices[b])) &&

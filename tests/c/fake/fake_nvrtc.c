@@ -1,4 +1,4 @@
-/* fake_nvrtc.c - an NVRTC that looks at what it is given, and compiles nothing. */
+/* fake_nvrtc.c - an NVRTC that checks its input, and compiles nothing. */
 #include "fake_nvrtc.h"
 
 #include <stdio.h>
@@ -55,7 +55,7 @@ int fake_nvrtc_live(void)
     return fake.n_live;
 }
 
-/* ---- what NVRTC exports --------------------------------------------------------- */
+/* ---- NVRTC's functions ---------------------------------------------------------- */
 
 #define EXPORT(type, name, ...)                                                        \
     FAKE_NVRTC_API type name(__VA_ARGS__);                                             \

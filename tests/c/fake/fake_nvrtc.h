@@ -8,19 +8,19 @@
 
 #define FAKE_NVRTC_API __attribute__((visibility("default")))
 
-/* Every function works, it is of version 12.4, and devices of capability 75 to `newest`
- * are known. */
+/* Resets: every function works, the version is 12.4, and devices of capability 75 to
+ * `newest` are known. */
 FAKE_NVRTC_API void fake_nvrtc_reset(int newest);
 
-/* From now on the function of this name returns `result`. */
+/* Makes the function of this name return `result` from now on. */
 FAKE_NVRTC_API void fake_nvrtc_fail(const char *name, int result);
 
 FAKE_NVRTC_API void fake_nvrtc_set_version(int major, int minor);
 
-/* Images that were made since the last reset. */
+/* Images made since the last reset. */
 FAKE_NVRTC_API int fake_nvrtc_compiled(void);
 
-/* Programs that were created and not destroyed. */
+/* Programs created and not destroyed. */
 FAKE_NVRTC_API int fake_nvrtc_live(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* fake_peers.c - who may touch whose memory, of several devices in one process. */
+/* fake_peers.c - access between the memory of several devices in one process. */
 #include "state.h"
 
 static int can_access(int device, int other)
@@ -43,7 +43,7 @@ CUresult cuDeviceCanAccessPeer(int *out, CUdevice device, CUdevice peer)
     return fk_leave(CUDA_SUCCESS);
 }
 
-/* Of the current context's kernels, to the other's memory: one way alone. */
+/* Gives kernels of the current context access to the other's memory, not vice versa. */
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 {
     CUcontext context = NULL;

@@ -1,8 +1,8 @@
 /* fake_pump.c - a thread that stands for devices which work by themselves.
  *
- * With options.pump it executes operations at random times.  Without, it is there only
- * where ranks of other processes may wait for what this one has enqueued, and executes
- * what they want.
+ * With options.pump it executes operations at random times.  Otherwise it runs only if
+ * ranks of other processes may wait for this one's operations, and executes those that
+ * they want.
  */
 #include <time.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ static struct {
     pid_t pid;
 } pump;
 
-/* What ranks of other processes wait for. */
+/* Executes what ranks of other processes wait for. */
 static void serve(void)
 {
     int is_wanted = 0;
@@ -64,7 +64,7 @@ void fk_pump_start(void)
     pump.is_running = pthread_create(&pump.thread, NULL, pump_main, NULL) == 0;
 }
 
-/* Without the lock.  In a forked child it is not there. */
+/* Call without the lock.  In a forked child there is no thread. */
 void fk_pump_stop(void)
 {
     if (fk_pump_is_running()) {
@@ -87,7 +87,7 @@ static void after_fork(void)
     (void)pthread_mutex_unlock(&fk.lock);
 }
 
-/* A driver that was initialised before a fork does not work behind it. */
+/* A driver initialised before a fork does not work after it. */
 static void in_child(void)
 {
     fk.is_forked = fk.is_initialized;

@@ -1,4 +1,4 @@
-/* fake_schedule.c - operations, what they wait for, and which is executed next. */
+/* fake_schedule.c - operations, their dependencies, and the choice of the next one. */
 #include "state.h"
 
 void fk_moved(void)
@@ -58,7 +58,7 @@ void fk_list_free(fk_list *list)
     *list = (fk_list){0};
 }
 
-/* ---- what they wait for --------------------------------------------------------- */
+/* ---- dependencies --------------------------------------------------------------- */
 
 static void drop_deps(fk_op *op)
 {
@@ -71,8 +71,8 @@ static void drop_deps(fk_op *op)
     fk_list_free(&op->deps);
 }
 
-/* Chains of operations that wait for one another are done, or taken apart, from their
- * beginning: this does not go deep, but for chains of a capture. */
+/* Chains of operations are done, or taken apart, from their beginning, so this does not
+ * recurse deeply, except for chains of a capture. */
 void fk_op_drop(fk_op *op)
 {
     if (op == NULL || --op->n_refs > 0)
@@ -100,7 +100,7 @@ void fk_op_depend(fk_op *op, fk_op *on)
     op->n_waits++;
 }
 
-/* Behind all that its device has been given: options.one_queue. */
+/* Puts it behind all earlier work of its device: options.one_queue. */
 static void queue_up(fk_op *op)
 {
     fk_op *before = fk.last;
@@ -234,14 +234,14 @@ int fk_poll_residents(void)
     return has_moved;
 }
 
-/* In FAKE_RANDOM some streams rest for a while, unless somebody waits for them. */
+/* In FAKE_RANDOM some streams rest for a while, unless a thread waits for them. */
 static int is_resting(const fk_op *op)
 {
     return fk.options.schedule == FAKE_RANDOM && !op->is_needed &&
            (fk.resting >> (op->stream_id + op->device) % 64 & 1) != 0;
 }
 
-/* Now and then other streams rest: about half of them, or all, or none. */
+/* Sometimes chooses other streams to rest: about half of them, or all, or none. */
 static void draw_resting(void)
 {
     if (fk_below(8) == 0)
@@ -270,7 +270,7 @@ int fk_run_one(int only_needed)
     return fk_poll_residents() || chosen != NULL;
 }
 
-/* As a device does by itself. */
+/* Executes as a device does by itself. */
 void fk_run_at_random(unsigned n)
 {
     draw_resting();
@@ -287,8 +287,8 @@ void fk_run_some(void)
         fk_run_at_random(fk_below(4));
 }
 
-/* Marks what `op` waits for, however far: by a list, for chains are long.  A mark
- * stays until the operation is done. */
+/* Marks all that `op` waits for, with a list instead of recursion, because chains are
+ * long.  A mark stays until the operation is done. */
 void fk_need(fk_op *op)
 {
     fk_list list = {0};
@@ -311,7 +311,7 @@ void fk_need(fk_op *op)
     fk_list_free(&list);
 }
 
-/* They hold slots. */
+/* Marks resident launches, because they hold slots. */
 void fk_need_residents(void)
 {
     for (size_t i = 0; i < fk.residents.n; i++)
@@ -331,7 +331,7 @@ int fake_step(int n)
 
 /* ---- the end -------------------------------------------------------------------- */
 
-/* The newest first, so that no chain is dropped at once. */
+/* Drops the newest first, so that no chain is dropped recursively. */
 void fk_schedule_reset(void)
 {
     for (int i = 0; i < FK_MAX_DEVICES; i++)

@@ -95,11 +95,11 @@ CUresult cuStreamCreate(CUstream *out, unsigned flags)
 CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
 {
     FAKE_CALL(cuStreamCreateWithPriority);
-    (void)priority; /* CUDA brings it into its range */
+    (void)priority; /* CUDA clamps it to its range */
     return fk_leave(create(out, flags));
 }
 
-/* What is in it is executed all the same. */
+/* Work in the stream is still executed. */
 CUresult cuStreamDestroy(CUstream handle)
 {
     FAKE_CALL(cuStreamDestroy);

@@ -1,4 +1,4 @@
-/* fake_sum.c - arithmetic on NCCL's types, an element at a time. */
+/* fake_sum.c - arithmetic on NCCL's types, element by element. */
 #include "../naive_sum.h"
 #include "nccl_state.h"
 

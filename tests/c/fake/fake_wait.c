@@ -43,8 +43,8 @@ typedef struct watch {
     int n_pauses; /* since the last move */
 } watch;
 
-/* Why `op` never comes; NULL where it still may.  Threads that are about to bring
- * something are given a little time before it is played through. */
+/* Why `op` can never be done, or NULL if it may be.  Gives threads that are about to
+ * enqueue something a little time before the simulation. */
 static const char *why_not(const fk_op *op, watch *self)
 {
     enum { LOOK_EACH = 16 };
@@ -104,7 +104,7 @@ int fk_wait_stream(CUstream stream, const char *who)
     return result;
 }
 
-/* For what was enqueued up to now, as a device has it. */
+/* Waits for the work enqueued so far, as a device does. */
 int fk_wait_device(int device, const char *who)
 {
     int result = CUDA_SUCCESS;
@@ -120,7 +120,7 @@ int fk_wait_device(int device, const char *who)
     return result;
 }
 
-/* Programs may ask again and again: by then something must have come. */
+/* Programs may poll: by then some operation must be done. */
 int fk_query(fk_op *op)
 {
     if (op == NULL || op->state == FK_DONE)

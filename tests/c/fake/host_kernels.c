@@ -1,7 +1,7 @@
-/* host_kernels.c - kernels.cu as C, and who calls it.
+/* host_kernels.c - compiles kernels.cu as C, and calls its kernels.
  *
- * Every REACHED of the kernels puts a note of its own into one section of the program,
- * so that the list of branches cannot forget one.
+ * Every REACHED of the kernels puts its own note into one section of the program, so
+ * that the list of branches is complete.
  */
 #include "host_kernels.h"
 
@@ -21,7 +21,7 @@ extern branch __stop_host_kernel_branches[];  /* NOLINT(bugprone-reserved-identi
 static _Thread_local unsigned block_number;
 
 #define BLOCK block_number
-/* A pointer to each: the section is an array of notes, whatever their alignment. */
+/* A pointer to each note: the section is an array, whatever the notes' alignment. */
 #define REACHED(words)                                                                 \
     do {                                                                               \
         static branch here                                                             \
@@ -30,7 +30,7 @@ static _Thread_local unsigned block_number;
             atomic_store_explicit(&here.is_taken, 1, memory_order_relaxed);            \
     } while (0)
 
-/* A vector that is not aligned ends a real kernel. */
+/* A vector that is not aligned makes a real kernel fail. */
 static atomic_int has_fault;
 
 static void *vec_at(const void *at, size_t alignment)

@@ -1,6 +1,6 @@
-/* nccl_api.h - NCCL's API, as far as the fake has it.
+/* nccl_api.h - the part of NCCL's API that the fake has.
  *
- * Written apart from the prototypes that the library itself declares.
+ * Written independently of the prototypes in the library itself.
  */
 #ifndef FAKE_NCCL_API_H
 #define FAKE_NCCL_API_H
@@ -26,7 +26,7 @@ typedef enum ncclResult {
     ncclTimeout = 8, /* 2.32 */
 } ncclResult_t;
 
-/* Those that the library asks for. */
+/* The ones that the library uses. */
 typedef enum ncclRedOp { ncclSum = 0, ncclAvg = 4 } ncclRedOp_t;
 
 typedef enum ncclDataType {
@@ -42,7 +42,7 @@ typedef enum ncclDataType {
     ncclBfloat16 = 9,
 } ncclDataType_t;
 
-/* As far as 2.18 had it. */
+/* As in 2.18. */
 typedef struct ncclConfig {
     size_t size;
     unsigned magic;
@@ -58,7 +58,7 @@ typedef struct ncclConfig {
 #define NCCL_CONFIG_UNDEF_INT INT32_MIN
 #define NCCL_API_MAGIC 0xcafebeefu
 
-/* name, the version that brought it, arguments */
+/* name, first version, arguments */
 #define FAKE_NCCL_MAP(X)                                                               \
     X(ncclGetVersion, 2304, (int *out))                                                \
     X(ncclGetUniqueId, 2000, (ncclUniqueId * out))                                     \

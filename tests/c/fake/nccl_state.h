@@ -1,10 +1,10 @@
-/* nccl_state.h - communicators, what they launch, and where ranks meet.
+/* nccl_state.h - communicators, their launches, and the boards of their ranks.
  *
- * The ranks of a communicator meet in memory that they share, whether they are threads
- * of one process or processes: *its board*.  The unique id names the descriptor of a
- * nameless file that its maker holds, so nothing is left of it in any case.  A launch
- * that becomes resident posts what it reads; each rank takes from the others' posts
- * what it needs, reduces by itself, and is done.
+ * The ranks of a communicator, threads or processes, meet in memory that they share:
+ * *its board*.  The unique id names the descriptor of an unlinked file that its maker
+ * holds, so no file is ever left over.  A launch that becomes resident posts the data
+ * that it reads; each rank takes what it needs from the others' posts, reduces by
+ * itself, and is done.
  */
 #ifndef FAKE_NCCL_STATE_H
 #define FAKE_NCCL_STATE_H
@@ -12,10 +12,10 @@
 #include "state.h"
 
 enum {
-    FK_RING_COLLS = 1024, /* posts of one rank that may be there at a time */
+    FK_RING_COLLS = 1024, /* posts of one rank at the same time, at the most */
     FK_RING_PAIRS = 64,
 };
-#define FK_DATA_BYTES ((size_t)1 << 30) /* of a rank */
+#define FK_DATA_BYTES ((size_t)1 << 30) /* per rank */
 
 typedef enum fk_task_kind {
     FK_ALL_REDUCE,
@@ -30,7 +30,7 @@ typedef struct fk_task {
     fk_task_kind kind;
     const void *from;
     void *to;
-    size_t count; /* as the call has it */
+    size_t count; /* as in the call */
     ncclDataType_t dtype;
     int op;          /* ncclRedOp_t */
     int peer;        /* or the root */
@@ -45,7 +45,7 @@ struct fk_launch {
     size_t n_tasks;
 };
 
-/* What a rank has posted; `number` + 1 is written last. */
+/* A rank's post; `number` + 1 is written last. */
 typedef struct fk_post {
     _Atomic uint64_t number;
     uint64_t number_to_be; /* while the proxy has it */
@@ -66,13 +66,13 @@ typedef struct fk_board {
     _Atomic int devices[FK_MAX_RANKS];
     _Atomic uint64_t hosts[FK_MAX_RANKS];      /* NCCL_HOSTID */
     _Atomic unsigned connecting[FK_MAX_RANKS]; /* as bits, see fake_nccl_connect.c */
-    _Atomic uint64_t wanted_colls;             /* somebody waits for those below */
+    _Atomic uint64_t wanted_colls;             /* a rank waits for those below */
     _Atomic uint64_t wanted_pairs[FK_MAX_RANKS][FK_MAX_RANKS];
     fk_post colls[FK_MAX_RANKS][FK_RING_COLLS];
     fk_post pairs[FK_MAX_RANKS][FK_MAX_RANKS][FK_RING_PAIRS];
 } fk_board;
 
-/* This process's share of a world. */
+/* This process's part of a world. */
 struct fk_world {
     fk_world *next;
     char id[NCCL_UNIQUE_ID_BYTES];
@@ -98,21 +98,21 @@ struct ncclComm {
     int is_blocking;
     int is_ready;
     int is_aborted;
-    int n_polls; /* with ncclInProgress that are still to come */
+    int n_polls; /* answers ncclInProgress still to come */
     int is_slow; /* there may be `slow`, or a call that returned ncclInProgress */
     fk_op *slow; /* launches that a non-blocking call has put off */
     CUstream slow_stream;
     ncclResult_t error;
     int n_in_graphs;         /* launches that graphs hold */
     unsigned connected;      /* as the board's `connecting` */
-    int64_t n_connect_bytes; /* of the device's memory */
-    fk_post **unsent;        /* what the proxy has, the oldest first */
+    int64_t n_connect_bytes; /* of device memory */
+    fk_post **unsent;        /* posts that the proxy has, the oldest first */
     size_t n_unsent;
     uint64_t n_colls;
     uint64_t n_sent[FK_MAX_RANKS];
     uint64_t n_received[FK_MAX_RANKS];
-    fk_list launches; /* that are not done, in their order */
-    fk_op *last;      /* its launches are executed in their order; counted */
+    fk_list launches; /* not done, in order */
+    fk_op *last;      /* its launches are executed in order; counted */
     fk_chunk *chunks;
     size_t n_chunks;
 };
@@ -137,20 +137,20 @@ int fk_is_registered(ncclComm_t comm, const void *at);
 
 /* ---- fake_nccl_launch.c --------------------------------------------------------- */
 
-int fk_need_wanted(const ncclComm_t comm); /* by other processes; 0: nothing is */
-int fk_finish_slow(ncclComm_t comm);       /* 0: there was nothing */
+int fk_need_wanted(const ncclComm_t comm); /* by other processes; 0: none wanted */
+int fk_finish_slow(ncclComm_t comm);       /* 0: there was none */
 int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r);
 fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank);
 int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
                     const char *what);
 
-/* What ncclGetLastError() says in this thread. */
+/* Sets the result of ncclGetLastError() in this thread. */
 void fk_set_last_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* ---- fake_nccl_connect.c -------------------------------------------------------- */
 
-/* With options.lazy_connect: says that this rank is at its first collectives of their
- * kinds, and waits for all others; both for a group of communicators at once. */
+/* With options.lazy_connect: announces that this rank is at its first collectives of
+ * their kinds, and waits for all others; for a group of communicators, both at once. */
 void fk_connect_begin(ncclComm_t comm, const fk_task *task);
 int fk_connect_is_done(const ncclComm_t comm, const fk_task *task);
 int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what);
@@ -159,11 +159,11 @@ void fk_disconnect(ncclComm_t comm);
 
 /* ---- fake_nccl_proxy.c ---------------------------------------------------------- */
 
-/* A post is there for the others, now, or once the proxy has sent it. */
+/* Gives a post to the others, now, or once the proxy has sent it. */
 void fk_proxy_send(ncclComm_t comm, fk_post *post, uint64_t number);
 int fk_proxy_has(const ncclComm_t comm, const fk_post *post, uint64_t number);
 void fk_proxy_flush(ncclComm_t comm);
-void fk_proxy_drop(ncclComm_t comm); /* what was not sent never will be */
+void fk_proxy_drop(ncclComm_t comm); /* unsent data is lost */
 
 /* With options.proxy_blocks: waits until the communicator is aborted. */
 int fk_proxy_block(ncclComm_t comm, int bit, const char *what);

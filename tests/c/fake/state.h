@@ -1,9 +1,9 @@
 /* state.h - what the files of the fake share.
  *
- * One lock guards all.  A public function begins with FAKE_CALL, which takes it, counts
- * the call, and leaves where a failure was ordered; it ends with fk_leave(), which lets
- * the schedule execute something and gives the lock back.  Objects that a program has
- * destroyed are kept until fake_reset(), so that their further use is seen.
+ * One lock guards all.  A public function begins with FAKE_CALL, which takes the lock,
+ * counts the call, and returns if a failure was ordered; it ends with fk_leave(), which
+ * lets the schedule execute operations and releases the lock.  Objects that a program
+ * has destroyed are kept until fake_reset(), to detect their further use.
  */
 #ifndef FAKE_STATE_H
 #define FAKE_STATE_H
@@ -55,8 +55,8 @@ struct CUctx_st {
     struct CUstream_st legacy;
     int n_slots_taken;
     int64_t n_bytes;  /* of live allocations */
-    unsigned peers;   /* bits: devices whose memory may be touched */
-    unsigned strange; /* bits: devices whose memory never may */
+    unsigned peers;   /* bits: devices with accessible memory */
+    unsigned strange; /* bits: devices that never give access */
     int64_t sent_bytes[FK_MAX_DEVICES];
 };
 
@@ -73,7 +73,7 @@ struct fk_capture {
     int status; /* CU_STREAM_CAPTURE_STATUS_NONE: it has ended */
     CUstream origin;
     const void *thread;
-    fk_list nodes;   /* counted; each behind those that it waits for */
+    fk_list nodes;   /* counted; each after those that it waits for */
     char reason[64]; /* why it was invalidated */
 };
 
@@ -98,7 +98,7 @@ struct CUfunc_st {
 };
 
 typedef enum fk_op_kind {
-    FK_MARK, /* a record, a wait: nothing but an order */
+    FK_MARK, /* a record or a wait: only an order */
     FK_KERNEL,
     FK_COPY,
     FK_FILL,
@@ -114,7 +114,7 @@ struct fk_op {
     fk_op_kind kind;
     fk_op_state state;
     int is_submitted;
-    int is_needed; /* somebody on the host waits for it, or for what waits for it */
+    int is_needed; /* the host waits for it, or for what waits for it */
     int n_queries;
     fk_capture *capture;  /* a node of its graph; NULL: it is executed */
     int node;             /* its number there */
@@ -147,7 +147,7 @@ struct fk_op {
 };
 
 typedef struct fk_failure {
-    int nth; /* count at which it comes; 0: free */
+    int nth; /* count at which it fails; 0: free */
     int code;
 } fk_failure;
 
@@ -163,13 +163,13 @@ typedef struct fk_state {
     pthread_cond_t moved; /* something was enqueued, executed or aborted */
     fake_options options;
     uint64_t draw;
-    uint64_t n_moves; /* anything that may help who waits */
+    uint64_t n_moves; /* counts all that may help a waiter */
     int is_forked;    /* in a child, after the parent's cuInit */
-    uint64_t resting; /* a bit for streams that rest for now */
+    uint64_t resting; /* bits: streams that rest for now */
     int is_initialized;
     int is_stuck; /* a deadlock was reported */
-    int sticky;   /* a kernel has failed: what all calls return from then on */
-    int n_let_go; /* times that fake_let_go() was called */
+    int sticky;   /* a kernel has failed: the result of all later calls */
+    int n_let_go; /* calls of fake_let_go() */
     int n_connections;
     int n_launch_threads;
     int n_ids;
@@ -190,7 +190,7 @@ extern fk_state fk;
 
 /* ---- fake_control.c ------------------------------------------------------------- */
 
-int fk_enter(const char *function); /* with the lock, but where it is not 0 */
+int fk_enter(const char *function); /* takes the lock if it returns 0 */
 int fk_leave(int result);
 #define FAKE_CALL(name)                                                                \
     do {                                                                               \
@@ -199,8 +199,7 @@ int fk_leave(int result);
             return fault;                                                              \
     } while (0)
 
-/* Leaves the public function with what a part of it has returned, where that is not 0.
- */
+/* Leaves the public function if a part of it has failed, with that result. */
 #define FAKE_TRY(call)                                                                 \
     do {                                                                               \
         const int failed = (call);                                                     \
@@ -208,7 +207,7 @@ int fk_leave(int result);
             return fk_leave(failed);                                                   \
     } while (0)
 
-/* A function of a test's that does or gives one thing under the lock. */
+/* Defines a function for tests that does or returns one thing under the lock. */
 #define FAKE_GETTER(type, function, parameters, value)                                 \
     type function parameters                                                           \
     {                                                                                  \
@@ -221,7 +220,7 @@ int fk_leave(int result);
 uint64_t fk_draw(void);
 unsigned fk_below(unsigned n);
 void fk_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
-void *fk_new(size_t n_bytes); /* zeros; the process ends where there is none */
+void *fk_new(size_t n_bytes); /* zeros; ends the process if there is no memory */
 void fk_object_add(fk_object *object, int kind);
 void fk_object_kill(fk_object *object);
 int fk_is_hidden(const char *function);
@@ -230,7 +229,7 @@ int fk_is_hidden(const char *function);
 
 CUcontext fk_current(void); /* NULL: none; of this thread */
 int fk_need_context(CUcontext *out);
-/* Whether kernels on `device` may touch the memory of the other. */
+/* Whether kernels on `device` may touch the other's memory. */
 int fk_has_access(int device, int other);
 int fk_is_shared(const void *at);
 /* Whether copies between them arrive wrong. */
@@ -238,18 +237,18 @@ int fk_is_corrupt(int device, int other);
 
 /* ---- fake_memory.c -------------------------------------------------------------- */
 
-/* Whether a range lies within one live allocation; says an error where not. */
+/* Whether a range lies within one live allocation; reports an error if not. */
 int fk_check_range(const void *at, size_t n_bytes, const char *what);
 int fk_check_copy(const fk_op *op);
-int fk_device_of(const void *memory); /* -1: none's */
-int fk_owner_of(const void *at);      /* of what is allocated; -1: none's */
+int fk_device_of(const void *memory); /* -1: not device memory */
+int fk_owner_of(const void *at);      /* of allocated memory; -1: not allocated */
 int fk_is_pinned(const void *at);
 void fk_pin(void *memory, size_t n_bytes, int is_ours);
 int fk_unpin(void *memory, int is_ours);
 int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out);
 int fk_free(void *memory, int is_nccl);
-/* An operation that is not done and touches the allocation, of NCCL's alone or of
- * anybody; NULL: there is none. */
+/* An operation that is not done and touches the allocation, any or only one of NCCL;
+ * NULL if there is none. */
 const fk_op *fk_in_flight(const void *memory, int is_of_nccl);
 void fk_memory_open(void); /* while operations are executed */
 void fk_memory_close(void);
@@ -259,10 +258,10 @@ void fk_memory_reset(void);
 
 size_t fk_args_bytes(const fk_kernel *kernel);
 int fk_kernel_may_run(const fk_op *op);
-void fk_kernel_check(const fk_op *op); /* what it did when it was executed */
+void fk_kernel_check(const fk_op *op); /* checks its execution */
 int fk_kernel_touches(const fk_op *op, const char *low, const char *high);
 
-/* A kernel's, and a launch's of NCCL until its peers' have come. */
+/* A kernel needs one, and an NCCL launch until its peers have come. */
 static inline int fk_slots_needed(const fk_op *op)
 {
     return op->kind == FK_KERNEL || op->kind == FK_LAUNCH;
@@ -270,16 +269,16 @@ static inline int fk_slots_needed(const fk_op *op)
 
 /* ---- fake_schedule.c ------------------------------------------------------------ */
 
-void fk_moved(void); /* wakes who waits */
+void fk_moved(void); /* wakes waiting threads */
 fk_op *fk_op_new(fk_op_kind kind, int device, const char *what);
 void fk_op_depend(fk_op *op, fk_op *on);
 fk_op *fk_op_hold(fk_op *op);
 void fk_op_drop(fk_op *op);   /* NULL is fine */
-void fk_op_submit(fk_op *op); /* from now on it may be executed; takes the reference */
+void fk_op_submit(fk_op *op); /* it may be executed from now on; takes the reference */
 void fk_op_done(fk_op *op);
 int fk_poll_residents(void);
 int fk_run_one(int only_needed); /* 0: nothing can be executed */
-void fk_run_some(void);          /* as the schedule wants at the end of a call */
+void fk_run_some(void);          /* by the schedule, at the end of a call */
 void fk_run_at_random(unsigned n);
 void fk_need(fk_op *op); /* marks it and all that it waits for */
 void fk_need_residents(void);
@@ -295,15 +294,15 @@ int fk_wait_for(fk_op *op, const char *who); /* until done; 702: it never can be
 int fk_wait_stream(CUstream stream, const char *who);
 int fk_wait_device(int device, const char *who);
 int fk_query(fk_op *op); /* NULL: done */
-/* Waits a little for other threads; 0 once `since` is longer ago than our patience. */
+/* Waits a little for other threads; 0 if `since` is longer ago than the patience. */
 int fk_pause(int64_t since);
 int64_t fk_now(void);
 
 /* ---- fake_deadlock.c ------------------------------------------------------------ */
 
-/* Whether it could be done if all peers enqueued what they have not yet. */
+/* Whether it could be done if all peers enqueued their missing parts. */
 int fk_can_ever(const fk_op *op);
-int fk_is_alone(void); /* nobody else can bring anything */
+int fk_is_alone(void); /* no other thread can enqueue anything */
 
 /* ---- fake_pump.c ---------------------------------------------------------------- */
 
@@ -319,16 +318,16 @@ void fk_unhide_all(void);
 
 /* ---- fake_stream.c -------------------------------------------------------------- */
 
-/* The stream behind a handle, of the current context where it is NULL. */
+/* The stream of a handle; if that is NULL, of the current context. */
 int fk_stream(CUstream handle, CUstream *out);
 void fk_stream_init(CUstream stream, int device, unsigned flags);
-/* Into the stream, behind all that CUDA puts it behind, or into its capture; takes the
- * caller's reference, also where it fails. */
+/* Puts it into the stream, in CUDA's order, or into its capture; takes the caller's
+ * reference, also on failure. */
 int fk_enqueue(fk_op *op, CUstream stream);
 
 /* ---- fake_capture.c ------------------------------------------------------------- */
 
-/* What a capture of this thread or another forbids; invalidates it. */
+/* Fails if a capture of this or another thread forbids the call; invalidates it. */
 int fk_forbid_unsafe(const char *who);
 int fk_forbid_captured(CUstream stream, const char *who);
 int fk_forbid_captured_event(CUevent event, const char *who);
@@ -349,18 +348,18 @@ void fk_graph_reset(void);
 
 void fk_launch_begin(fk_op *op); /* becomes resident */
 int fk_launch_touches(const fk_op *op, const char *low, const char *high);
-int fk_launch_poll(fk_op *op); /* 1 where something has come; it may be done now */
+int fk_launch_poll(fk_op *op); /* 1 if a part has come: it may be done now */
 void fk_launch_done(fk_op *op);
 void fk_launch_need(const fk_op *op, fk_list *list); /* marks its peers' */
 void fk_launch_number(fk_op *op);
 void fk_launch_free(fk_launch *launch);
 int fk_launch_is_wanted(const fk_op *op); /* by another process */
-/* Sends the oldest of what a proxy has, the waiting device's own last; 0: nothing. */
+/* Sends the oldest post of a proxy, the waiting device's own last; 0: there is none. */
 int fk_proxy_step(int waiting_device);
-void fk_proxy_some(void); /* as the schedule wants */
+void fk_proxy_some(void); /* by the schedule */
 fk_launch *fk_launch_clone(const fk_launch *launch);
-void fk_launch_check(const fk_op *op); /* its communicator must be there */
-int fk_flush_slow(void); /* enqueues what non-blocking calls have put off */
+void fk_launch_check(const fk_op *op); /* its communicator must still exist */
+int fk_flush_slow(void); /* enqueues launches that non-blocking calls put off */
 void fk_launch_print(const fk_op *op, FILE *to);
 void fk_launch_count_graph(const fk_op *op, int by); /* graphs that hold it */
 void fk_nccl_reset(void);

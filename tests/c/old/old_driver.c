@@ -1,6 +1,6 @@
-/* old_driver.c - a libcuda from before CUDA 11.3, or from just then: nothing but names.
+/* old_driver.c - a libcuda of CUDA 11.3, or older: only names.
  *
- * Where a name's meaning has changed there are both: the old form under the name, the
+ * A name whose meaning has changed has both forms: the old one under the name, the
  * present one under name_v2.  Built twice: with -DOLD_plain, without cuGetProcAddress,
  * and with -DOLD_asked, where that has its first form.
  */
@@ -9,7 +9,7 @@
 
 #define EXPORT __attribute__((visibility("default"), noinline))
 
-/* Each has a body of its own, so that no two become one function. */
+/* Each has a different body, so that no two are merged into one function. */
 #define ONE_FORM(name)                                                                 \
     EXPORT int name(void);                                                             \
     int name(void)                                                                     \
@@ -80,8 +80,8 @@ static const struct form {
 #define BOTH(name) {#name, name, name##_v2},
     ALL(SAME, BOTH)};
 
-/* The present forms are of CUDA 3.2, 4.0 and 11.0; asked for less, or for the streams
- * of a thread, it gives what is not wanted. */
+/* The present forms are of CUDA 3.2, 4.0 and 11.0; asked for an older version, or for
+ * per-thread streams, it returns the wrong form. */
 EXPORT int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);
 int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
 {
