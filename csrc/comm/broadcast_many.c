@@ -70,7 +70,7 @@ pl_status pli_broadcast_many_begin(pli_broadcast_many *self)
     self->most_bytes =
         self->is_on_device ? comm->arena_bytes - comm->host_bytes : comm->host_bytes;
     if (self->n_left > 0 && self->most_bytes == 0)
-        PL_FAIL(PL_EINVAL, "an arena without a byte carries nothing");
+        PL_FAIL(PL_EINVAL, "an empty arena cannot carry a broadcast");
     if (!self->is_on_device)
         goto done;
     PL_TRY(pli_calloc(self->n_ranges, sizeof *self->moves, "moves", &self->moves));

@@ -32,9 +32,9 @@ static pl_status check_range(const pl_comm *comm, const pl_op *op)
     pl_status st = PL_OK;
     const size_t elem_bytes = pl_dtype_bytes(op->dtype);
     if (elem_bytes == 0)
-        PL_FAIL(PL_EINVAL, "dtype %d is none of pl_dtype", (int)op->dtype);
+        PL_FAIL(PL_EINVAL, "dtype %d is not a pl_dtype", (int)op->dtype);
     if (op->offset_bytes % elem_bytes != 0)
-        PL_FAIL(PL_EINVAL, "offset_bytes %zu is no multiple of a %s's %zu bytes",
+        PL_FAIL(PL_EINVAL, "offset_bytes %zu is not a multiple of %s's %zu bytes",
                 op->offset_bytes, pl_dtype_text(op->dtype), elem_bytes);
     if (op->offset_bytes > comm->arena_bytes ||
         op->n_elems > (comm->arena_bytes - op->offset_bytes) / elem_bytes)
@@ -50,16 +50,16 @@ static pl_status check_op(const pl_comm *comm, const pl_op *op)
 {
     pl_status st = PL_OK;
     if ((unsigned)op->kind >= PL_N_OP_KINDS)
-        PL_FAIL(PL_EINVAL, "kind %d is none of pl_op_kind", (int)op->kind);
+        PL_FAIL(PL_EINVAL, "kind %d is not a pl_op_kind", (int)op->kind);
     if (op->kind == PL_BARRIER)
         goto done;
     PL_TRY(check_range(comm, op));
     if ((op->kind == PL_REDUCE || op->kind == PL_BROADCAST) &&
         (op->root < 0 || op->root >= comm->world_size))
-        PL_FAIL(PL_EINVAL, "root %d is none of the %d ranks", op->root,
+        PL_FAIL(PL_EINVAL, "root %d is not one of the %d ranks", op->root,
                 comm->world_size);
     if (is_reducing(op->kind) && (unsigned)op->reduction >= PL_N_REDUCTIONS)
-        PL_FAIL(PL_EINVAL, "reduction %d is none of pl_reduction", (int)op->reduction);
+        PL_FAIL(PL_EINVAL, "reduction %d is not a pl_reduction", (int)op->reduction);
     if (op->kind == PL_ALL_GATHER && op->n_elems % (size_t)comm->world_size != 0)
         PL_FAIL(PL_EINVAL, "%s of %zu elements cannot be split over %d ranks",
                 pli_op_kind_text(op->kind), op->n_elems, comm->world_size);

@@ -153,7 +153,7 @@ static pl_status report_deadlock(int me, int r, const char *there, const char *h
         "rank %d: this rank and rank %d wait for one another, each in another "
         "wrapper (in this one, rank %d: %s; this rank: %s): go backward through "
         "the wrappers in the same order on all ranks, or once through the sum of "
-        "the losses; join contexts take wrappers in the order of their making",
+        "the losses; pass wrappers to join contexts in the order of their creation",
         me, r, r, there, here);
 }
 

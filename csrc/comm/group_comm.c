@@ -81,7 +81,7 @@ static pl_status group_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
     group_comm *self = group_comm_of(comm);
     (void)slice_ns;
     if (ticket > self->n_issued)
-        PL_FAIL(PL_EINVAL, "ticket %llu of %llu operations issued",
+        PL_FAIL(PL_EINVAL, "ticket %llu, but only %llu operations were issued",
                 (unsigned long long)ticket, (unsigned long long)self->n_issued);
     PL_TRY(check_phase(self));
     if (ticket <= self->n_done)

@@ -166,7 +166,7 @@ static pl_status accept_peer(const pli_listener *listener, pending_peers *self)
     if (fd < 0)
         PL_FAIL_ERRNO("cannot accept another rank's connection");
     if (self->n == MOST_PEERS) { /* the oldest has had its time */
-        refuse(self->fd[0], "too many others connect to rank 0");
+        refuse(self->fd[0], "too many processes connect to rank 0");
         drop_peer(self, 0);
     }
     self->fd[self->n] = fd;
@@ -194,7 +194,7 @@ static pl_status check_request(const pli_shm_options *options, const pli_watch *
     pl_status st = PL_OK;
     const int r = request->rank;
     if (r < 1 || r >= options->world_size || watch->ranks[r].socket >= 0)
-        PL_FAIL(PL_EINVAL, "rank %d is none that rank 0 waits for", r);
+        PL_FAIL(PL_EINVAL, "rank 0 does not wait for a rank %d", r);
     if (options->pids[r] > 0 && peer->pid > 0 && peer->pid != options->pids[r])
         PL_FAIL(PL_EINVAL, "process %d is not rank %d, which is process %d",
                 (int)peer->pid, r, options->pids[r]);
@@ -221,8 +221,8 @@ static pl_status read_request(const pli_shm_options *options, int fd, pli_watch 
     ssize_t n = 0;
     UNTIL_DONE(n, recv(fd, &request, sizeof request, MSG_DONTWAIT));
     if (!is_known || n != (ssize_t)sizeof request || request.magic != HANDSHAKE_MAGIC) {
-        refuse(fd, "this is rank 0 of a world of paceline's, and heard no rank of the "
-                   "same version");
+        refuse(fd, "rank 0 received no request from a rank of the same version of "
+                   "paceline");
         goto done;
     }
     st = check_request(options, watch, &request, &peer);
@@ -254,7 +254,7 @@ static pl_status read_requests(const pli_shm_options *options,
             continue;
         drop_peer(self, i);
         if (polled[i].revents == 0)
-            refuse(fd, "rank 0 has waited for a word, and heard none");
+            refuse(fd, "rank 0 received no request in time");
         else
             PL_TRY(read_request(options, fd, watch));
     }
@@ -278,7 +278,7 @@ pl_status pli_handshake_accept(const pli_shm_options *options,
     waiting wait = {.options = options, .watch = watch, .since_ns = pli_now_ns()};
     int n_left = n_missing(options, watch);
     if (listener->fd < 0)
-        PL_FAIL(PL_EINVAL, "this listener has had its world: make another");
+        PL_FAIL(PL_EINVAL, "this listener has already made a world: make another");
     while (n_left > 0) {
         struct pollfd polled[MOST_PEERS + 1];
         const int n = all.n;
@@ -297,7 +297,7 @@ pl_status pli_handshake_accept(const pli_shm_options *options,
     }
 done:
     for (int i = 0; i < all.n; i++)
-        refuse(all.fd[i], "rank 0 waits for nobody any more");
+        refuse(all.fd[i], "rank 0 accepts no more ranks");
     return st;
 }
 
@@ -365,8 +365,8 @@ static pl_status receive_reply(const pli_shm_options *options, pli_watch *watch,
     if (fd < 0)
         PL_FAIL(
             PL_ESYS,
-            "rank %d: no descriptor came with rank 0's answer: is the limit of open "
-            "files (ulimit -n) reached?",
+            "rank %d: no descriptor came with rank 0's answer: raise the limit of open "
+            "files (ulimit -n)",
             rank);
     watch->ranks[0].is_sure = reply.is_sure && pli_watch_is_sure(watch, 0);
     *out_fd = fd;

@@ -49,7 +49,7 @@ static pl_status check_op(const hierarchy *self, const pl_op *op)
 {
     pl_status st = PL_OK;
     if (op->kind == PL_REDUCE)
-        PL_FAIL(PL_EUNSUPPORTED, "several hosts carry no %s: use all-reduce",
+        PL_FAIL(PL_EUNSUPPORTED, "a world of several hosts has no %s: use all-reduce",
                 pli_op_kind_text(op->kind));
     if (op->kind == PL_ALL_REDUCE && self->sums->fn[op->dtype][op->reduction] == NULL)
         PL_FAIL(PL_EINVAL,
@@ -134,11 +134,11 @@ static pl_status check_ticket(hierarchy *self, pl_ticket ticket)
     pl_status st = PL_OK;
     pli_spin_lock(&self->busy);
     if (ticket > self->n_issued)
-        PL_FAIL(PL_EINVAL, "ticket %llu of %llu operations issued", count_of(ticket),
-                count_of(self->n_issued));
+        PL_FAIL(PL_EINVAL, "ticket %llu, but only %llu operations were issued",
+                count_of(ticket), count_of(self->n_issued));
     if (ticket > self->n_whole)
         PL_FAIL(PL_EINVAL,
-                "operation %llu is waited for before what follows it was issued",
+                "operation %llu: issue the operations that follow it before you wait",
                 count_of(ticket));
 done:
     pli_spin_unlock(&self->busy);
@@ -278,7 +278,7 @@ static pl_status read_hosts(const pli_hierarchy_options *options, hierarchy *sel
         first += n;
     }
     if (first != options->world_size || self->host < 0)
-        PL_FAIL(PL_EINVAL, "rank %d of %d ranks, where hosts have %d", options->rank,
+        PL_FAIL(PL_EINVAL, "rank %d of %d ranks, but the hosts have %d", options->rank,
                 options->world_size, first);
     const peer *here = &self->peers[self->host];
     if (pl_comm_world_size(options->inner) != here->n_ranks ||
@@ -286,7 +286,8 @@ static pl_status read_hosts(const pli_hierarchy_options *options, hierarchy *sel
         PL_FAIL(PL_EINVAL, "rank %d is rank %d of the %d on its host", options->rank,
                 pl_comm_rank(options->inner), pl_comm_world_size(options->inner));
     if ((options->links != NULL) != (pl_comm_rank(options->inner) == 0))
-        PL_FAIL(PL_EINVAL, "links are for the first rank of a host, and for it alone");
+        PL_FAIL(PL_EINVAL,
+                "the first rank of a host needs links; the others take none");
 done:
     return st;
 }

@@ -367,14 +367,14 @@ pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number, int host
         self->sent_waiting_ns = self->last_sign_ns;
     }
     if (silent_ns > self->deadline_ns)
-        PL_FAIL(
-            PL_ETIMEOUT,
-            "rank %d: %s kept this rank waiting for %.3g seconds: stopped, cut off, "
-            "slower than the timeout, or with fewer steps, or other wrappers first",
-            self->super.rank,
-            pli_links_name(self->links,
-                           pli_links_waited_for(self->links, number, host)),
-            (double)self->deadline_ns / 1e9);
+        PL_FAIL(PL_ETIMEOUT,
+                "rank %d: %s kept this rank waiting for %.3g seconds: it is stopped, "
+                "cut off or slower than the timeout, or runs fewer steps, or other "
+                "wrappers first",
+                self->super.rank,
+                pli_links_name(self->links,
+                               pli_links_waited_for(self->links, number, host)),
+                (double)self->deadline_ns / 1e9);
 done:
     return st;
 }

@@ -187,8 +187,8 @@ void pli_hierarchy_give_up(hierarchy *self)
         char message[HIERARCHY_MESSAGE_BYTES];
         pli_spin_lock(&self->message_lock);
         pli_text_print(message, sizeof message,
-                       "a step failed on this host as it came to its end, and may have "
-                       "ended on others, so weights may differ: load them from a "
+                       "a step failed on this host near its end, and may have finished "
+                       "on others, so weights may differ: load them from a "
                        "checkpoint: %s",
                        self->message);
         pli_spin_unlock(&self->message_lock);

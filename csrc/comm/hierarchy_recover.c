@@ -18,8 +18,8 @@ static pl_status check_skipped(const hierarchy *self, int host,
                              flow->head.number <= self->n_issued + self->ring_ops;
     if ((!is_mark && !is_operation) || flow->head.n_bytes > self->super.arena_bytes)
         PL_FAIL(PL_EMISMATCH,
-                "rank %d: %s sent what no rank sends (operation %llu, %llu bytes): the "
-                "connection carries other data, or another version of paceline's",
+                "rank %d: %s sent an invalid message (operation %llu, %llu bytes): the "
+                "connection carries other data, or that of another version of paceline",
                 self->super.rank, pli_links_name(self->links, host),
                 count_of(flow->head.number), (unsigned long long)flow->head.n_bytes);
 done:

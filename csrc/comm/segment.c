@@ -27,7 +27,7 @@ static pl_status lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
     /* The sizes below are sums and products of these two. */
     if (arena_bytes > PTRDIFF_MAX / ((size_t)world_size + 1)) {
         (void)pli_fail(PL_ENOMEM,
-                       "%d x %zu bytes of shared memory are more than there can be",
+                       "%d x %zu bytes of shared memory exceed the address space",
                        world_size, arena_bytes);
         return PL_ENOMEM;
     }
@@ -127,7 +127,7 @@ pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
     PL_TRY(lay_out(world_size, arena_bytes, ring_ops, &segment));
     segment.fd = fd;
     if (PL_SYS(fstat(fd, &file)) != 0)
-        PL_FAIL_ERRNO("cannot look at the shared memory that a peer sent");
+        PL_FAIL_ERRNO("cannot inspect the shared memory that a peer sent");
     if ((size_t)file.st_size != segment.map_bytes)
         PL_FAIL(PL_EMISMATCH,
                 "the ranks ask for different shared memory: %zu bytes there, %zu here",

@@ -107,8 +107,7 @@ static pl_status shm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
     pl_status st = PL_OK;
     pli_shm_comm *self = pli_shm_of(comm);
     if (ticket > pli_epoch_base(self) + atomic_load(&self->n_posted))
-        PL_FAIL(PL_EINVAL, "ticket %llu is waited for, but was never issued",
-                (unsigned long long)ticket);
+        PL_FAIL(PL_EINVAL, "ticket %llu was never issued", (unsigned long long)ticket);
     st = pli_shm_wait_for(self, pli_counter_done, ticket, slice_ns);
 done:
     return st;

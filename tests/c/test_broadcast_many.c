@@ -100,7 +100,7 @@ static void send_from_nobody(rank_job *job)
     const pli_byte_range range = {&byte, 1};
     pli_broadcast_many all = {
         .comm = job->comm, .root = job->world_size, .ranges = &range, .n_ranges = 1};
-    CHECK_FAILS(carry(&all), PL_EINVAL, "root 2 is none of the 2 ranks");
+    CHECK_FAILS(carry(&all), PL_EINVAL, "root 2 is not one of the 2 ranks");
 }
 
 TEST(a_root_that_is_no_rank_is_refused)

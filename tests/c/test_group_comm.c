@@ -344,7 +344,8 @@ GROUP_TEST(2, a_bad_call_is_refused_and_the_group_comm_stays_usable)
     const pl_op too_long = mean_of(ARENA_BYTES);
     pl_ticket ticket = 0;
     CHECK(pl_comm_issue(job->comm, &too_long, &ticket) == PL_EINVAL);
-    CHECK_FAILS(pl_comm_wait(job->comm, 1, 0), PL_EINVAL, "ticket 1 of 0 operations");
+    CHECK_FAILS(pl_comm_wait(job->comm, 1, 0), PL_EINVAL,
+                "ticket 1, but only 0 operations");
     CHECK(ferries[job->rank]->n_drops == 0);
     reduce_and_send(job); /* nothing has failed */
 }

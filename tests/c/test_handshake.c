@@ -42,7 +42,7 @@ static void come_among_strangers(child *self)
     CHECK(pli_now_ns() - begin < 4000 * PLI_MS); /* not 5 s for each of them */
     if (self->rank == 1) {
         CHECK(recv(silent[0], &answer, sizeof answer, 0) == (ssize_t)sizeof answer);
-        CHECK(strstr(answer.message, "heard no rank") != NULL);
+        CHECK(strstr(answer.message, "no request from a rank") != NULL);
         for (int i = 0; i < N_SILENT; i++)
             (void)close(silent[i]);
     }
@@ -159,7 +159,7 @@ TEST(a_rank_that_cannot_be_accepted_is_not_left_waiting)
     CHECK(waitpid(it.pids[1], &how, 0) == it.pids[1]); /* while the listener is open */
     CHECK(WIFEXITED(how) && WEXITSTATUS(how) == NOT_ACCEPTED);
     CHECK_FAILS(pli_shm_create(&options, it.listener, NULL, &comm), PL_EINVAL,
-                "this listener has had its world");
+                "this listener has already made a world");
     pli_watch_fini(&it.watch);
     pli_listener_destroy(it.listener);
 }

@@ -194,7 +194,7 @@ static void be_refused(rank_job *job)
     pl_op op = mean_of(10);
     pl_ticket ticket = 0;
     pl_recovery recovery = PL_RECOVERED;
-    CHECK_FAILS(pl_comm_wait(job->comm, 1, 0), PL_EINVAL, "ticket 1 of 0");
+    CHECK_FAILS(pl_comm_wait(job->comm, 1, 0), PL_EINVAL, "ticket 1, but only 0");
     op.kind = PL_REDUCE;
     CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EUNSUPPORTED);
     op = mean_of(10);
@@ -204,7 +204,7 @@ static void be_refused(rank_job *job)
     op.is_followed = 1;
     CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
     CHECK_FAILS(pl_comm_wait(job->comm, ticket, 0), PL_EINVAL,
-                "before what follows it was issued");
+                "issue the operations that follow it");
     op.is_followed = 0;
     op.offset_bytes += 4096;
     CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));

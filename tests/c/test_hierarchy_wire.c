@@ -172,7 +172,7 @@ static void recover_from(pli_link_stream stream, uint64_t number, uint64_t n_byt
     for (int i = 0; i < 20 && st == PL_EAGAIN; i++)
         st = pl_comm_recover(it.world, 0, &recovery);
     CHECK(st == PL_EMISMATCH || st == PL_EPEER);
-    CHECK_SAYS("sent what no rank sends");
+    CHECK_SAYS("sent an invalid message");
     scene_fini(&it);
 }
 

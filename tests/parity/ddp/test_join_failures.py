@@ -435,5 +435,5 @@ def test_tables_in_another_order_than_they_were_made_in_are_an_error(ranks):
                 rows = torch.tensor([ranks.rank])
                 (second(rows, 1.0) + first(rows, 1.0)).backward()
 
-    with pytest.raises(paceline.MismatchError, match="order of their making"):
+    with pytest.raises(paceline.MismatchError, match="order of their creation"):
         run()
