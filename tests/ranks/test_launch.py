@@ -241,15 +241,15 @@ def test_other_exits_are_failures():
     ],
 )
 def test_the_end_of_a_rank_is_told(call, words):
-    expected = rf"^rank 0 of 1 ended early: rank 0 \(process \d+\) {words}.* while an "
-    with pytest.raises(paceline.RankError, match=expected + "answer was expected"):
+    expected = rf"^rank 0 of 1 ended early: rank 0 \(process \d+\) {words}.* before it "
+    with pytest.raises(paceline.RankError, match=expected + "answered"):
         paceline.launch(*call)
 
 
 @pytest.mark.parametrize(
     ("path", "kind", "words"),
     [
-        ("/bin/false", paceline.RankError, "ended by itself with status 1 while"),
+        ("/bin/false", paceline.RankError, "ended by itself with status 1 before"),
         ("/no/such/python", FileNotFoundError, "/no/such/python"),
         ("", RuntimeError, "ranks need a Python interpreter"),
     ],

@@ -1,14 +1,14 @@
-"""The ranks of one start agree on a name that no earlier start has used.
+"""The ranks of one start agree on a prefix that no earlier start has used.
 
-torchrun keeps its store from one start of the ranks to the next, and with it all that
-ranks have written who are dead by now: Gloo's addresses among them, which the next
-ranks would read and try to reach.  So everything of a start gets a prefix of its own.
-That itself is agreed on in a store where old answers lie about: a rank believes the one
-that repeats what it has just drawn.
+torchrun keeps its store across restarts of the ranks, with all keys that dead ranks
+have written.  New ranks would read Gloo's old addresses and try to reach them.  So each
+start puts a prefix before all its keys.  The ranks agree on the prefix in the same
+store, in spite of old answers: a rank accepts only the answer that repeats the random
+number that it has just drawn.
 
 ::
 
-    rank r    hello/r = what it has drawn                   <token>/r = "there"
+    rank r    hello/r = its random number                   <token>/r = "there"
     rank 0          answer/r = that, and the token ...  until all are there
 """
 
@@ -24,21 +24,21 @@ _POLL_SECONDS = 0.005
 
 
 def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> str:
-    """Return what this start's ranks, and nobody else, put before their keys.
+    """Return the prefix that only the ranks of this start put before their keys.
 
     Parameters
     ----------
     store : torch.distributed.Store
-        What all ranks have in common, and earlier ones had.
+        The store that all ranks share, and that earlier ranks used.
     rank, size : int
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     seconds : float
-        How long ranks are waited for.
+        How long to wait for the other ranks.
 
     Raises
     ------
     TimeoutError
-        If some do not come; it names them on rank 0.
+        If some ranks do not come; on rank 0 the error names them.
     """
     until = time.monotonic() + seconds
     if rank == 0:
@@ -60,7 +60,7 @@ def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> str:
 
 
 def _bring_together(store: Any, others: Iterable[int], until: float) -> str:
-    """Be rank 0: answer each rank until it has heard the right answer."""
+    """Act as rank 0: answer each rank until it has received the right answer."""
     token = secrets.token_hex(8)
     missing = set(others)
     answered: dict[int, bytes] = {}

@@ -24,12 +24,12 @@ _GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _CPU_BACKEND = "gloo"
 
 _added: dict[str, str] = {}
-"""The variables that `init` has set, which no launcher did."""
+"""The variables that `init` has set because no launcher did."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The world as one process of it sees it: what :func:`paceline.init` returns.
+    """The world as one of its processes sees it; :func:`paceline.init` returns it.
 
     Attributes
     ----------
@@ -38,15 +38,15 @@ class World:
     world_size : int
         The number of ranks.
     local_rank : int
-        Among the ranks of this host; -1 where nothing tells, as in a process group that
+        Among the ranks of this host; -1 if it is unknown, as in a process group that
         your program made itself, without ``LOCAL_RANK``.
     device : torch.device
         Where this rank's model belongs: its GPU, or the CPU.
     launcher : str
-        Whose variables were used: ``"torchrun"``, ``"environment"`` (``RANK`` and its
-        like, set by something else), ``"openmpi"``, ``"mpich"``, ``"tf_config"``,
-        ``"slurm"``, or ``"none"``; ``"unknown"`` where the process group is not the one
-        that the variables describe.
+        The launcher whose variables were used: ``"torchrun"``, ``"environment"``
+        (``RANK`` and the like, set by other means), ``"openmpi"``, ``"mpich"``,
+        ``"tf_config"``, ``"slurm"``, or ``"none"``; ``"unknown"`` if the process group
+        is not the one that the variables describe.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class World:
             print(*values, **options)
 
     def log_filter(self, record: logging.LogRecord) -> bool:
-        """Pass all records on rank 0, elsewhere those from WARNING on: for handlers."""
+        """Pass all records on rank 0, elsewhere from WARNING on; a handler's filter."""
         return self.is_main or record.levelno >= logging.WARNING
 
 
@@ -80,18 +80,18 @@ def init(
 
     It makes torch's default process group, so that one script runs under torchrun,
     SLURM's srun, the mpirun of Open MPI, MPICH and Intel MPI, TensorFlow's
-    ``TF_CONFIG``, and as plain ``python train.py``, which is a world of one.  Where the
-    group is made already, nothing is done.
+    ``TF_CONFIG``, and as plain ``python train.py``, which is a world of one.  If the
+    group exists already, the call changes nothing.
 
     Parameters
     ----------
     backend : str, optional
         As for ``torch.distributed.init_process_group``.  By default
-        ``"cpu:gloo,cuda:nccl"`` where torch sees a GPU, else ``"gloo"``.  With one that
-        names neither nccl nor cuda the device is the CPU.
+        ``"cpu:gloo,cuda:nccl"`` if torch sees a GPU, else ``"gloo"``.  If `backend`
+        names neither nccl nor cuda, the device is the CPU.
     timeout : datetime.timedelta or float, optional
-        How long ranks wait for one another, in seconds where it is a number; default:
-        torch's.  A group that is made already keeps its own.
+        How long ranks wait for one another; a number is in seconds.  Default: torch's.
+        A group that exists already keeps its own.
 
     Returns
     -------
@@ -102,9 +102,9 @@ def init(
     ------
     ValueError
         If variables are wrong, contradict one another, or some are missing; if the
-        process group is made already, with another backend than `backend`.
+        process group exists already, with another backend than `backend`.
     RuntimeError
-        If this rank has no GPU of its own, or ranks do not come together.
+        If this rank has no GPU, or not all ranks join.
 
     Examples
     --------
@@ -118,29 +118,29 @@ def init(
 
     Notes
     -----
-    The first launcher of this list whose variables are there counts:
+    The first launcher of this list whose variables are set counts:
 
-    1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT``: torchrun,
-       or your own; some of them alone, with no launcher below, are an error;
+    1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT``, set by
+       torchrun or by you.  Only some of them, with no launcher below, are an error;
     2. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``;
     3. ``PMI_RANK`` and ``PMI_SIZE``, unless srun has set them itself;
     4. ``TF_CONFIG``: the chief is rank 0, workers follow.  An evaluator gets the rank
        -1, and no process group: it does not train;
-    5. ``SLURM_PROCID`` in a step of srun.  What runs in a shell of salloc, or in the
-       script of sbatch without srun, is alone.
+    5. ``SLURM_PROCID`` in a step of srun.  A program in a shell of salloc, or in the
+       script of sbatch without srun, is a world of one.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` count with all of them.  Where they are not set,
+    ``MASTER_ADDR`` and ``MASTER_PORT`` count with every launcher.  If they are not set,
     rank 0's address is that of ``TF_CONFIG``, the first host of SLURM's step, or under
-    mpirun this host, if all ranks are on it; over several hosts mpirun needs them.  The
-    port follows from the job's number; an mpirun that has none (MPICH) takes 29500, and
+    mpirun this host, if all ranks are on it; for several hosts mpirun needs them.  The
+    port is derived from the job's number; MPICH's mpirun has none and takes 29500, so
     two such jobs on one host need different ``MASTER_PORT``.
 
-    Of ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``
-    and ``MASTER_PORT``, which libraries and children read, those that are missing and
-    known are set; none is changed.  Without a launcher none is set.
+    Libraries and child processes read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.  The call sets those that
+    are missing and known, and changes none.  Without a launcher it sets none.
 
-    The GPU is the one with the number of the local rank, or the only one that
-    ``CUDA_VISIBLE_DEVICES`` leaves; it is made torch's current device.  Rank 0 prints a
+    The GPU is the one numbered by the local rank, or the only one that
+    ``CUDA_VISIBLE_DEVICES`` leaves; it becomes torch's current device.  Rank 0 prints a
     line to ``stderr``.
     """
     if dist.is_initialized():
@@ -152,7 +152,7 @@ def init(
 
 
 def join(backend: str | None, timeout: float | None) -> World:
-    """Do what :func:`init` does with a launcher's variables, and print nothing."""
+    """Join the world of a launcher's variables as :func:`init` does; print nothing."""
     return _join(find_launch(os.environ), backend, timeout, is_quiet=True)
 
 
@@ -207,8 +207,8 @@ def _make_group(
             where = f" at {launch.master_addr}:{launch.master_port}"
         if size > 1 and isinstance(error, dist.DistError):
             hint = (
-                "; rank 0 listens there, and all ranks must be started and reach it: "
-                "MASTER_ADDR and MASTER_PORT, the same on every rank, choose another"
+                "; rank 0 listens there: start all ranks, check that they reach it, "
+                "or set another MASTER_ADDR and MASTER_PORT on every rank"
             )
         raise RuntimeError(
             f"rank {launch.rank} of {size} (launcher: {launch.launcher}) could not "
@@ -217,7 +217,7 @@ def _make_group(
 
 
 def _store_of_attempt(launch: Launch, timeout: timedelta | None) -> Any:
-    """Return torchrun's store, without what the ranks of earlier starts have left."""
+    """Return torchrun's store, without the keys of earlier starts."""
     timeout = timeout or dist.default_pg_timeout
     assert launch.master_addr is not None
     assert launch.master_port is not None
@@ -231,8 +231,8 @@ def _store_of_attempt(launch: Launch, timeout: timedelta | None) -> Any:
 def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     """Return this rank's local rank and, on rank 0, how many hosts there are.
 
-    Every rank says where it is; only those read it that have to, since each reads as
-    many keys as there are ranks.
+    Every rank writes its host; only ranks that need the hosts read them, since each
+    reads as many keys as there are ranks.
     """
     rank, size, known = launch.rank, launch.world_size, launch.local_rank
     if size == 1:
@@ -265,7 +265,7 @@ def _print_world(launch: Launch, backend: str, n_hosts: int | None) -> None:
 
 
 def _variables_of_launchers() -> dict[str, str]:
-    """Return the environment without what an earlier call has added to it."""
+    """Return the environment without the variables that an earlier call added."""
     return {k: v for k, v in os.environ.items() if _added.get(k) != v}
 
 
@@ -302,7 +302,7 @@ def _names_gpu(backend: str | None) -> bool:
 
 
 def computes_on_gpu(backend: str | None) -> bool:
-    """Tell whether ranks compute on GPUs; raise where they should and there is none."""
+    """Tell whether ranks compute on GPUs; raise if they should but torch sees none."""
     if not _names_gpu(backend):
         return False
     has_gpu = torch.cuda.is_available()
@@ -315,7 +315,7 @@ def computes_on_gpu(backend: str | None) -> bool:
 
 
 def _choose_device(uses_gpu: bool, local_rank: int) -> torch.device:
-    """Return a rank's device, made the current one of torch where it is a GPU."""
+    """Return a rank's device; make a GPU torch's current device."""
     if not uses_gpu:
         return torch.device("cpu")
     n_gpus = torch.cuda.device_count()
@@ -324,7 +324,7 @@ def _choose_device(uses_gpu: bool, local_rank: int) -> torch.device:
     if not 0 <= index < n_gpus:
         raise RuntimeError(
             f"local rank {local_rank} has no GPU: torch sees {n_gpus} "
-            f"(CUDA_VISIBLE_DEVICES={visible}): start at most {n_gpus} ranks a host, "
+            f"(CUDA_VISIBLE_DEVICES={visible}): start at most {n_gpus} ranks per host, "
             "or train on the CPU by paceline.init(backend='gloo')"
         )
     device = torch.device("cuda", index)
@@ -333,7 +333,7 @@ def _choose_device(uses_gpu: bool, local_rank: int) -> torch.device:
 
 
 def _world_outside(launch: Launch, backend: str | None) -> World:
-    """Return what a process is given that takes no part: no group, a device if any."""
+    """Return the world for a process outside it: no group, a device if there is one."""
     local_rank = launch.local_rank or 0
     has_gpu = _names_gpu(backend) and local_rank < torch.cuda.device_count()
     device = _choose_device(has_gpu, local_rank)
@@ -347,13 +347,13 @@ def _world_outside(launch: Launch, backend: str | None) -> World:
 
 
 def _present_world(backend: str | None) -> World:
-    """Return what is known of a world that is joined already."""
+    """Return what is known of a process group that exists already."""
     config = torch_groups.backends_by_device()
     parts = backend.lower().split(",") if backend else []
     if not all(part in config for part in parts):
         raise ValueError(
-            f"backend is {backend!r}, but the process group is made already, with "
-            f"{config!r}: call paceline.init() before whatever makes it, or leave "
+            f"backend is {backend!r}, but the process group exists already, with "
+            f"{config!r}: call paceline.init() before the code that makes it, or leave "
             "backend out"
         )
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -368,7 +368,7 @@ def _present_world(backend: str | None) -> World:
 
 
 def _launch_of(rank: int, size: int) -> Launch:
-    """Return the launch that a present world comes from, as far as variables tell."""
+    """Return the launch of an existing group, as far as variables describe it."""
     try:
         launch = find_launch(_variables_of_launchers())
     except ValueError:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 Seconds = timedelta | float | None
 
 
-# A ParamSpec stands beside no keyword: with these two, fn's own are not checked.
+# A ParamSpec allows no keyword beside it: these two do not check fn's own.
 @overload
 def launch(
     fn: Callable[..., T],
@@ -41,7 +41,7 @@ def launch(
 def launch(
     fn: Callable[P, T], n: int | None = None, *args: P.args, **kwargs: P.kwargs
 ) -> list[T]: ...
-def launch(  # type: ignore[misc]  # whose fn may have keywords of these names
+def launch(  # type: ignore[misc]  # fn may have such keywords
     fn: Callable[..., T],
     n: int | None = None,
     *args: Any,
@@ -52,22 +52,23 @@ def launch(  # type: ignore[misc]  # whose fn may have keywords of these names
     """Run ``fn(*args, **kwargs)`` as `n` ranks on this machine; return the results.
 
     It works in a notebook's cell, in a script without a main guard and in a test.  Each
-    rank is a fresh process, the caller is none of them, and each has joined torch's
-    default process group when `fn` begins: do not make it in `fn`.
-    ``torch.distributed.get_rank()`` says which rank it is, and :func:`paceline.init`
-    which device is its own.
+    rank is a fresh process; the caller is not a rank.  When `fn` begins, each rank has
+    joined torch's default process group: do not make it in `fn`.
+    ``torch.distributed.get_rank()`` returns the rank, and :func:`paceline.init` the
+    world with the rank's device.
 
     Parameters
     ----------
     fn : callable
-        What each rank calls.  Functions and classes of a cell or of the script are sent
-        by value with the globals they use; those of other modules are imported.
+        The function that each rank calls.  Functions and classes of a cell or of the
+        script are sent by value with the globals they use; those of other modules are
+        imported.
     n : int, optional
-        The number of ranks.  By default one for each GPU that torch sees, and one rank
-        where it sees none.
+        The number of ranks.  By default one per GPU that torch sees, or one rank if it
+        sees none.
     *args, **kwargs
         For `fn`, pickled (cloudpickle); each rank gets its own copy.  Tensors on GPUs
-        arrive on the CPU.  A keyword that this function has itself is passed by
+        arrive on the CPU.  Pass a keyword that this function has itself by
         ``functools.partial``.
     backend, timeout
         As for :func:`paceline.init`.
@@ -75,24 +76,24 @@ def launch(  # type: ignore[misc]  # whose fn may have keywords of these names
     Returns
     -------
     list
-        What each rank returned, by rank, copied; tensors on GPUs arrive on the CPU.  A
-        rank that calls ``sys.exit(0)`` returned None.
+        Copies of what the ranks returned, by rank; tensors on GPUs arrive on the CPU.
+        None for a rank that calls ``sys.exit(0)``.
 
     Raises
     ------
     paceline.RankError
         If a rank raises, or its process ends early, for instance killed for lack of
-        memory.  It names the rank that failed first, and comes from that rank's own
-        exception.  The other ranks are ended at once.
+        memory.  The error names the rank that failed first; its cause is that rank's
+        exception.  The other ranks are stopped at once.
     TypeError
         If `fn` is not callable, or it or an argument cannot be pickled.
     ValueError
         If `n` is less than 1, or more than there are GPUs while ranks compute on them.
     RuntimeError
-        If the caller is a rank of several itself; if `backend` needs GPUs and there are
-        none.
+        If the caller is itself one of several ranks; if `backend` needs GPUs and torch
+        sees none.
     KeyboardInterrupt
-        If you press Ctrl-C, or stop the cell: all ranks are ended before.
+        If you press Ctrl-C, or stop the cell; all ranks have ended by then.
 
     Examples
     --------
@@ -115,12 +116,12 @@ def launch(  # type: ignore[misc]  # whose fn may have keywords of these names
     ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, a free
     port that the caller holds.  ``OMP_NUM_THREADS`` is the rank's share of the cores.
 
-    What ranks print appears in the caller's ``sys.stdout`` and ``sys.stderr``, line by
-    line: rank 0's as it is, others' after ``[rank 1] ``.  Their standard input is
-    empty, so that a breakpoint in `fn` fails.
+    The ranks' output appears in the caller's ``sys.stdout`` and ``sys.stderr``, line by
+    line: rank 0's unchanged, others' after a prefix such as ``[rank 1] ``.  Their
+    standard input is empty, so a breakpoint in `fn` fails.
 
-    A rank ends when its threads have, and with it the processes that it has started.
-    When the caller ends, however it does, so do its ranks.
+    A rank ends when its threads have ended, and the processes that it started end with
+    it.  If the caller ends, in whatever way, its ranks end too.
     """
     if not callable(fn):
         raise TypeError(
@@ -136,7 +137,7 @@ def launch(  # type: ignore[misc]  # whose fn may have keywords of these names
 
 
 def _count_ranks(n: Any, backend: str | None) -> int:
-    """Return the number of ranks; raise where it cannot be."""
+    """Return the number of ranks; raise if it is not possible."""
     n_gpus = torch.cuda.device_count() if init.computes_on_gpu(backend) else 0
     if n is None:
         return max(n_gpus, 1)
@@ -150,17 +151,17 @@ def _count_ranks(n: Any, backend: str | None) -> int:
     if n > n_gpus > 0:
         raise ValueError(
             f"n is {n}, but torch sees {n_gpus} GPU{'s' * (n_gpus > 1)}: start at most "
-            "one rank a GPU, or train on the CPU by backend='gloo'"
+            "one rank per GPU, or train on the CPU by backend='gloo'"
         )
     return n
 
 
 def _check_caller() -> None:
-    """Raise where this process is a rank of several itself."""
+    """Raise if this process is itself one of several ranks."""
     try:
         found = find_launch(os.environ)
     except ValueError:
-        return  # half-set variables, which ranks do not get
+        return  # incomplete variables, which ranks do not get
     if found.world_size > 1:
         raise RuntimeError(
             f"launch() was called in rank {found.rank} of {found.world_size} "

@@ -1,17 +1,17 @@
-"""Which launcher started this process, and what it says: a function of variables alone.
+"""Find the launcher that started this process, by environment variables alone.
 
-Several launchers may have set theirs: torchrun runs inside srun, mpirun inside an
-allocation of SLURM.  The first that is complete counts, from the innermost outwards:
+Several launchers may have set variables: torchrun runs inside srun, mpirun inside an
+allocation of SLURM.  The first complete set counts, from the innermost launcher on:
 
-1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT`` where there are
-   several ranks: torchrun's, or the user's own;
-2. Open MPI's mpirun, then the Hydra of MPICH and Intel MPI, unless it is srun that
-   speaks MPI's protocol (``srun --mpi=pmi2``) and has numbered this process the same;
+1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT`` if there are
+   several ranks: set by torchrun, or by the user;
+2. Open MPI's mpirun, then the Hydra of MPICH and Intel MPI, unless srun itself speaks
+   MPI's protocol (``srun --mpi=pmi2``) and has given this process the same number;
 3. ``TF_CONFIG``;
 4. SLURM's srun;
 5. none: a world of one process.
 
-``MASTER_ADDR`` and ``MASTER_PORT`` count with each of them where they are set.
+If ``MASTER_ADDR`` and ``MASTER_PORT`` are set, they count with each of them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from paceline._launch.variables import (
 _NUMBERS = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)
 _ALL = (*_NUMBERS, MASTER_ADDR, MASTER_PORT)
 _DEFAULT_PORT = 29500
-"""torch's own, where nothing tells one job of a host from another."""
+"""torch's default, if nothing tells the jobs of a host apart."""
 _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
-    """Return what the launcher says of this process.
+    """Return the launch that the variables of this process describe.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def _from_mpich(found: Variables) -> Launch | None:
     names = ("PMI_RANK", "PMI_SIZE")
     rank, size = map(found.number, names)
     if rank is not None and size is not None and slurm.is_in_step(found, rank, size):
-        return None  # srun knows the hosts besides
+        return None  # srun describes the hosts, too
     return _from_mpi(found, "mpich", names, ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 
 
@@ -105,7 +105,7 @@ def _from_mpi(
     names: tuple[str, str],
     local: tuple[str, str],
 ) -> Launch | None:
-    """Return what an mpirun says by `names`, and of this host's ranks by `local`."""
+    """Return mpirun's launch from the variables `names`; `local`: of this host."""
     if not any(map(found.has, names)):
         return None
     rank = found.required("mpirun", names[0])
@@ -127,13 +127,13 @@ def _one_host(
     names: tuple[str, str],
     local: tuple[str, str],
 ) -> str:
-    """Return where the ranks of one host meet; raise where they are on several."""
+    """Return where ranks on one host meet; raise if they may be on several."""
     if local_size == size:
         return "127.0.0.1"
     raise ValueError(
         f"mpirun started {size} ranks that are not known to be on one host "
         f"({found.show(*names, *local)}), and MASTER_ADDR is not set: export "
-        "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, and hand "
+        "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, and pass "
         "them to all ranks (Open MPI: mpirun -x MASTER_ADDR -x MASTER_PORT)"
     )
 
@@ -146,7 +146,7 @@ def _mpi_port(found: Variables) -> int:
 
 
 def _alone(found: Variables) -> Launch:
-    """Return a world of one process, unless variables hint at more."""
+    """Return a world of one process; raise if variables hint at more."""
     if any(map(found.has, _ALL)):
         missing = [
             n for n in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if not found.has(n)
@@ -164,9 +164,9 @@ def _alone(found: Variables) -> Launch:
 
 
 def _agreed(found: Variables, launch: Launch) -> Launch:
-    """Return a launch with what the user's own variables add; they must not contradict.
+    """Add the user's own variables to a launch; raise if they contradict it.
 
-    What another launcher is known by does not count here: it has been found incomplete.
+    Variables of other launchers do not count here: they have been found incomplete.
     """
     given = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
     for name, value in zip(_NUMBERS, given, strict=True):
@@ -186,7 +186,7 @@ def _agreed(found: Variables, launch: Launch) -> Launch:
 
 
 def _check_ranges(found: Variables, launch: Launch) -> None:
-    """Raise where a rank is none of its world, or of its host."""
+    """Raise if a rank is not below the number of ranks, in all or on its host."""
     size, local_size = launch.world_size, launch.local_world_size
     by = f"by the variables of the launcher ({launch.launcher})"
     if launch.rank >= size:
@@ -204,6 +204,6 @@ def _check_ranges(found: Variables, launch: Launch) -> None:
         )
     if local_rank is not None and local_rank >= most and not is_outside:
         raise ValueError(
-            f"local rank {local_rank} of {most} on this host {by}: they go from 0 to "
-            f"{most - 1}; set LOCAL_RANK anew"
+            f"local rank {local_rank} of {most} on this host {by}: local ranks go from "
+            f"0 to {most - 1}; set LOCAL_RANK anew"
         )

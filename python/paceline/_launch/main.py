@@ -1,6 +1,6 @@
-"""What the process of a rank runs: it answers one call, and ends.
+"""The program of a rank's process: answer one call, then end.
 
-torch is not imported before the rank watches its caller, since that takes seconds.
+Importing torch takes seconds, so the rank begins to watch its caller before it does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline._launch.messages import Call, Failure, pack_exception
 
 
 def main() -> None:
-    """Answer the call of the process that started this one, and end with it."""
+    """Answer one call of the process that started this one; end if it ends."""
     answer_fd, call_fd, caller_fd, pipe_fd = map(int, sys.argv[1:])
     for fd in (answer_fd, call_fd, caller_fd, pipe_fd):
         os.set_inheritable(fd, False)
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _answer(call: Call) -> bytes | Failure:
-    """Return what the call has returned, packed, or why it failed."""
+    """Return the packed result of the call, or why it failed."""
     try:
         from paceline._launch import rank
 

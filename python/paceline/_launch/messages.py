@@ -1,6 +1,6 @@
-"""What the caller and the process of a rank send to each other: a call, and a failure.
+"""The messages between the caller and the process of a rank: a call, and a failure.
 
-torch is not imported here: ``main.py`` says why.
+torch is not imported here: ``main.py`` has the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank is to do.
+    """The call that a rank makes.
 
     Attributes
     ----------
@@ -44,9 +44,9 @@ class Failure:
     packed : bytes
         The exception, by :func:`pack_exception`.
     is_consequence : bool
-        Whether it tells of another rank's end.
+        Whether it reports that another rank ended.
     time : float
-        Of ``time.monotonic()``, which is one clock for all processes.
+        By ``time.monotonic()``, a clock that all processes share.
     """
 
     packed: bytes
@@ -55,11 +55,11 @@ class Failure:
 
 
 def pack_exception(error: BaseException) -> bytes:
-    """Return the bytes that :func:`unpack_exception` makes the exception of.
+    """Return bytes from which :func:`unpack_exception` rebuilds the exception.
 
-    They are a pickle of the exception's own pickle, that of its type, arguments and
-    attributes, its type's name, and the formatted traceback; each of the first two may
-    be None.
+    They pickle four values: the pickled exception; its pickled type, arguments and
+    attributes; the name of its type; the formatted traceback.  Each of the first two
+    may be None.
     """
     text = "".join(traceback.format_exception(error))
     whole = parts = None
@@ -73,7 +73,7 @@ def pack_exception(error: BaseException) -> bytes:
 def unpack_exception(packed: bytes) -> tuple[Exception | None, str, str]:
     """Return an exception as it was raised, its type's name, and its traceback as text.
 
-    None in place of the exception where it cannot come here.
+    The exception is None if it cannot be rebuilt here.
     """
     whole, parts, name, text = pickle.loads(packed)
     return _rebuild(whole, parts), name, text
@@ -97,11 +97,11 @@ def _try_unpickle(pickled: bytes | None) -> Any:
 
 
 def _rebuild(whole: bytes | None, parts: bytes | None) -> Exception | None:
-    """Return the exception, or None where it cannot come here."""
+    """Return the exception, or None if it cannot be rebuilt here."""
     error = _try_unpickle(whole)
     if isinstance(error, Exception):
         return error
-    try:  # its constructor wants other arguments than it left in `args`
+    try:  # its constructor may need other arguments than those in `args`
         kind, args, attributes = _try_unpickle(parts)
         error = kind.__new__(kind, *args)
         error.__dict__.update(attributes)

@@ -1,7 +1,7 @@
-"""What travels between the caller and ranks: calls and results, by value.
+"""Pack and unpack the calls and results that the caller and ranks exchange.
 
-Classes and functions of a cell or of ``__main__`` go by value (cloudpickle), tensors as
-``torch.save`` writes them; those of GPUs arrive in the CPU's memory.
+Classes and functions of a cell or of ``__main__`` go by value (cloudpickle), tensors in
+the format of ``torch.save``; tensors on GPUs arrive on the CPU.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from paceline import _cloudpickle
 
 
 def pack(value: Any) -> bytes:
-    """Return the bytes that :func:`unpack` makes an equal value of."""
+    """Return bytes from which :func:`unpack` makes an equal value."""
     file = io.BytesIO()
     torch.save(value, file, pickle_module=_cloudpickle)
     return file.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
-    """Return what was packed, with all tensors on the CPU."""
+    """Return the packed value, with all tensors on the CPU."""
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
 
 
 def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return a call's bytes; raise TypeError that names what cannot be pickled."""
+    """Return a call's bytes; raise a TypeError that names what cannot be pickled."""
     try:
         return pack((fn, args, kwargs))
     except Exception as error:
@@ -44,7 +44,7 @@ def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
 
 
 def _name_culprit(parts: list[tuple[str, Any]]) -> str:
-    """Return the name of the first part that does not pickle, or of what it holds."""
+    """Return the name of the first part that does not pickle, or of a value in it."""
     seen: set[int] = set()
     name = "fn, or an argument of it,"
     while True:
@@ -59,7 +59,7 @@ def _name_culprit(parts: list[tuple[str, Any]]) -> str:
 
 
 def _held(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values that pickling a value takes along."""
+    """Yield the names and values that are pickled along with a value."""
     if isinstance(value, types.MethodType):
         yield "the object of a method", value.__self__
     elif isinstance(value, types.FunctionType):

@@ -1,16 +1,16 @@
-"""The processes of ranks: started side by side, followed, and never left behind.
+"""Start the processes of ranks, follow them, and leave none behind.
 
-One loop on the caller's thread does all: it forwards what ranks print, takes their
-answers and sees their processes end.
+One loop on the caller's thread forwards the ranks' output, takes their answers and
+detects the end of their processes.
 
     caller                                     rank
     call, in memory that all ranks map   -->   main.py
-    answer                              <--    a pipe of its own
+    answer                              <--    one pipe
     sys.stdout, sys.stderr              <--    two pipes
 
 A rank ends when its function has returned and its threads have ended, when it is
-killed, and when the caller's process ends, however that goes: it watches a pidfd of the
-caller, and a pipe.
+killed, or when the caller's process ends in whatever way: the rank watches a pidfd of
+the caller, and a pipe.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from paceline._launch import main
 from paceline._launch.messages import Call
 
 CLOSE_SECONDS = 5.0
-"""How long a rank that has answered may take to end, once another one has failed."""
+"""How long a rank that has answered may take to end, once another has failed."""
 _READ_BYTES = 1 << 16
 _MOST_LINE_BYTES = 1 << 20
-"""What is longer, and has no end yet, is forwarded as a line."""
+"""A longer line is forwarded before its end."""
 _MOST_READS = 1000
 _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 """Variables that would bind the threads of all ranks to the same cores."""
@@ -47,14 +47,14 @@ _open: set[Processes] = set()
 
 
 class _Output:
-    """One rank's stdout or stderr, on its way into this process's own."""
+    """Forwards one rank's stdout or stderr to that of this process."""
 
     def __init__(self, fd: int, name: str, prefix: str) -> None:
         self.fd, self._name, self._prefix = fd, name, prefix
         self._rest = b""
 
     def pump(self, most_reads: int = 1) -> bool:
-        """Forward what is there; return False at its end."""
+        """Forward the output so far; return False at its end."""
         for _ in range(most_reads):
             try:
                 data = os.read(self.fd, _READ_BYTES)
@@ -62,7 +62,7 @@ class _Output:
                 break
             printed = self._rest + data
             end = printed.rfind(b"\n") + 1
-            if not self._prefix:  # a progress bar: what it overwrites, it shows first
+            if not self._prefix:  # a progress bar shows what it then overwrites
                 end = max(end, printed.rfind(b"\r") + 1)
             self._rest = printed[end:]
             self._forward(printed[:end])
@@ -73,9 +73,9 @@ class _Output:
         return True
 
     def drain(self) -> None:
-        """Forward what is there and a last line without end.
+        """Forward the output so far, and a last line without its end.
 
-        A process that writes without end is not followed.
+        Stop after some reads: a process may never stop writing.
         """
         self.pump(_MOST_READS)
         self._finish()
@@ -93,7 +93,7 @@ class _Output:
         stream = getattr(sys, self._name, None)
         if not text or stream is None:
             return
-        # Whatever a user's stream raises, the next line is to be forwarded too.
+        # If a user's stream raises, the next line must still be forwarded.
         with contextlib.suppress(Exception):
             try:
                 stream.write(text)
@@ -106,14 +106,14 @@ class _Output:
 
 
 class _Process:
-    """One rank's process, as its caller holds it.
+    """One rank's process, on the side of its caller.
 
     Attributes
     ----------
     outcome : bytes or str, optional
-        The rank's answer, or how its process has ended without one.
+        The rank's answer, or a text on how its process ended without one.
     is_running : bool
-        Whether it has not been seen to end.
+        False once its end has been seen.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class _Process:
 
     @property
     def jobs(self) -> dict[int, Callable[[], None]]:
-        """What to do when a descriptor can be read: the end comes last."""
+        """What to call when a descriptor is readable; the process's end comes last."""
         jobs: dict[int, Callable[[], None]] = {}
         for output in self._outputs:
             jobs[output.fd] = functools.partial(self._forward, output)
@@ -175,16 +175,16 @@ class _Process:
             self.outcome = self._answers.recv_bytes()
 
     def _end(self) -> None:
-        """Do what is left to do for a process that has ended."""
+        """Finish with a process that has ended."""
         if not self._answers.closed and self._answers.poll():
             self._take_answer()
-        self.kill()  # what the rank has started
+        self.kill()  # the processes that the rank has started
         status = self._popen.wait()
         self.is_running = False
         if self.outcome is None:
             self.outcome = (
                 f"rank {self.rank} (process {self._popen.pid}) {_describe(status)} "
-                "while an answer was expected of it"
+                "before it answered"
             )
         for output in self._outputs:
             output.drain()
@@ -192,13 +192,13 @@ class _Process:
 
     def kill(self) -> None:
         """Kill the process, and those that it has started."""
-        if self.is_running:  # not reaped yet: the number is still its own
+        if self.is_running:  # not reaped yet: the PID is still its own
             for kill in (os.kill, os.killpg):
                 with contextlib.suppress(ProcessLookupError):
                     kill(self._popen.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close what this process holds of it."""
+        """Close the descriptors that this process holds for it."""
         self.is_running = False
         self._outputs = []
         self._held.close()
@@ -208,7 +208,7 @@ def _interpreter() -> list[str]:
     executable = spawn.get_executable()
     if not executable:
         raise RuntimeError(
-            "ranks need a Python interpreter, and sys.executable names none: call "
+            "ranks need a Python interpreter, but sys.executable is not set: call "
             "multiprocessing.set_executable(path) first"
         )
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def _interpreter() -> list[str]:
 
 
 def _code() -> str:
-    """Return what a rank's interpreter runs: `main`, found where this process does."""
+    """Return the code of a rank's interpreter: it runs `main`, found as here."""
     path = [str(folder) for folder in sys.path]
     return (
         f"import sys; sys.path[:] = {path!a}; from {main.__name__} import main; main()"
@@ -224,11 +224,11 @@ def _code() -> str:
 
 
 def _describe(status: int) -> str:
-    """Return how a process has ended; `status` is as ``subprocess`` has it."""
+    """Return how a process ended; `status` is a return code of ``subprocess``."""
     if status >= 0:
         return f"ended by itself with status {status}"
     if status == -signal.SIGKILL:
-        return "was killed by SIGKILL (the kernel does so where memory runs out)"
+        return "was killed by SIGKILL (the kernel does so if memory runs out)"
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:  # a real-time signal
@@ -239,7 +239,7 @@ def _describe(status: int) -> str:
 
 
 class Processes:
-    """The processes of all ranks, for one thread; to be closed."""
+    """The processes of all ranks, for use by one thread; close() ends them."""
 
     def __init__(self) -> None:
         self._processes: list[_Process] = []
@@ -249,7 +249,7 @@ class Processes:
         _open.add(self)
 
     def start(self, call: Call, environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank for each of `environs`, which it has besides the caller's."""
+        """Start a rank for each of `environs`: its variables besides the caller's."""
         counts = _count_threads(len(environs))
         with contextlib.ExitStack() as ranks_own:
             call_fd = os.memfd_create("paceline-call")
@@ -266,10 +266,10 @@ class Processes:
                 self._processes.append(_Process(rank, everything, inherited))
 
     def wait(self, seconds: float | None) -> tuple[int, bytes | str] | None:
-        """Wait for a rank's outcome; return its number and that, each outcome once.
+        """Wait for a rank's outcome; return rank and outcome, each rank once.
 
-        The outcome is the answer, or words on how the process has ended without one.
-        None where `seconds` pass.
+        The outcome is the answer, or a text on how the process ended without one.
+        Return None after `seconds`.
         """
         until = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -288,7 +288,7 @@ class Processes:
                 return
 
     def _turn(self, until: float | None) -> bool:
-        """Wait for something to do, and do it; return False where there is no time."""
+        """Wait for something to do, and do it; return False if time runs out."""
         jobs: dict[int, Callable[[], None]] = {}
         for process in self._processes:
             if process.is_running:
@@ -301,7 +301,7 @@ class Processes:
         return bool(ready)
 
     def close(self) -> None:
-        """Kill the ranks that have not answered, let the others end, leave nothing."""
+        """Kill the ranks that have not answered; let the others end, then kill them."""
         try:
             for process in self._processes:
                 if process.outcome is None:
@@ -314,7 +314,7 @@ class Processes:
             self.forget()
 
     def forget(self) -> None:
-        """Close what this process holds, and leave the ranks alone."""
+        """Close the descriptors of this process, and leave the ranks alone."""
         for process in self._processes:
             process.close()
         if self._pipe_fd >= 0:
@@ -334,7 +334,7 @@ def _forget_all() -> None:
 
 
 def _count_threads(n: int) -> list[int]:
-    """Divide the cores of this thread among n ranks, each of which has one at least."""
+    """Divide the cores of this thread among n ranks, at least one each."""
     n_cores = len(os.sched_getaffinity(0))
     counts = [n_cores * (k + 1) // n - n_cores * k // n for k in range(n)]
     quota = _cgroup.cpu_quota()  # a container may have all cores for part of the time
@@ -344,7 +344,7 @@ def _count_threads(n: int) -> list[int]:
 
 
 def _environment(n_threads: int) -> dict[str, str]:
-    """Return the environment of a rank that computes by so many threads."""
+    """Return the environment of a rank that computes with `n_threads`."""
     environ = {k: v for k, v in os.environ.items() if k not in _BINDING}
     return {
         **environ,

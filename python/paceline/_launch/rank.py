@@ -18,11 +18,11 @@ OWN_VARIABLES = {
 """With these ``env://`` connects to the caller's store; no rank listens itself."""
 _AGENT_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What Gloo says on ranks whose peer has gone."""
+"""Gloo's messages on ranks whose peer is gone."""
 
 
 def run(call: Call) -> bytes | Failure:
-    """Return what a call has returned, packed, or why it failed."""
+    """Return the packed result of a call, or why it failed."""
     try:
         return _run(call)
     except BaseException as error:
@@ -57,7 +57,7 @@ def _run(call: Call) -> bytes:
 
 
 def _without_own_frames(error: BaseException) -> BaseException:
-    """Leave out of a traceback what is not the user's: the frames of this file."""
+    """Remove the frames of this file from a traceback: they are not the user's."""
     traceback = error.__traceback__
     while traceback and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
@@ -65,7 +65,7 @@ def _without_own_frames(error: BaseException) -> BaseException:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Tell whether an error, or what it came from, tells of another rank's end."""
+    """Tell whether an error, or one of its causes, reports another rank's end."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

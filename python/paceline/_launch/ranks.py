@@ -1,4 +1,4 @@
-"""The caller's side of :func:`paceline.launch`: start ranks, wait, say what failed."""
+"""The caller's side of :func:`paceline.launch`: start ranks, wait, report failures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline._launch.processes import Processes
 
 _ADDRESS = "127.0.0.1"
 CAUSE_SECONDS = 5.0
-"""How long the cause is waited for, where a rank has failed since another one ended."""
+"""How long to wait for the cause, if a rank failed because another one ended."""
 
 
 class RankError(RuntimeError):
     """A rank of :func:`paceline.launch` failed.
 
-    Its cause (``__cause__``) is the rank's own exception, where that could be pickled;
-    the message ends in the rank's traceback.
+    Its cause (``__cause__``) is the rank's own exception, if that could be pickled;
+    the message ends with the rank's traceback.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class _Report:
 def run(n: int, call: Call) -> list[Any]:
     """Make a call on each of n new ranks; return the results, by rank.
 
-    Raise RankError, from the exception of the rank that failed first.
+    If ranks fail, raise RankError from the exception of the first one.
     """
     with _started(n, call) as processes:
         reports = _collect(n, processes.wait)
@@ -74,18 +74,18 @@ def run(n: int, call: Call) -> list[Any]:
 
 @contextmanager
 def _started(n: int, call: Call) -> Iterator[Processes]:
-    """Have ranks run, and the store that they meet at; leave nothing of either."""
+    """Start the ranks and the store at which they meet; end both afterwards."""
     store, port = torch_groups.make_tcp_server(_ADDRESS)
     try:
         with closing(Processes()) as processes:
             processes.start(call, _environs(n, port))
             yield processes
     finally:
-        del store  # closes the port, though a traceback may keep this frame
+        del store  # closes the port, even if a traceback keeps this frame
 
 
 def _environs(n: int, port: int) -> list[dict[str, str]]:
-    """Return what each rank has in its environment besides the caller's."""
+    """Return the variables of each rank besides the caller's."""
     common = {
         variables.WORLD_SIZE: str(n),
         variables.LOCAL_WORLD_SIZE: str(n),
@@ -105,7 +105,7 @@ def _environs(n: int, port: int) -> list[dict[str, str]]:
 def _collect(
     n: int, wait: Callable[[float | None], tuple[int, bytes | str] | None]
 ) -> list[_Report]:
-    """Return the reports of n ranks, or of some where one of them says what failed.
+    """Return the reports of n ranks, or of fewer if one shows the cause of a failure.
 
     `wait` is ``Processes.wait``.
     """

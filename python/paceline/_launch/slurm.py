@@ -1,9 +1,8 @@
-"""What SLURM's srun has set, told apart from what its other commands set.
+"""Tell the variables that SLURM's srun sets from those of its other commands.
 
-A shell of salloc and the script of sbatch have variables of the allocation too, and the
-script even has ``SLURM_PROCID=0``, though nobody started further tasks.  srun alone
-sets the number of a step; a shell that salloc starts as a step has one of the numbers
-that are reserved.
+A shell of salloc and the script of sbatch have variables of the allocation too; the
+script even has ``SLURM_PROCID=0``, although it has started no further tasks.  Only srun
+sets the number of a step; a shell that salloc starts as a step has a reserved number.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ _FIRST_RESERVED_STEP = 2**32 - 16
 _STEP_IDS = ("SLURM_STEP_ID", "SLURM_STEPID")
 _JOB_IDS = ("SLURM_JOB_ID", "SLURM_JOBID")
 _SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-# The step's before the allocation's: a step may have some of its nodes.
+# The step's list first: a step may have only some nodes of the allocation.
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _SHELLS = ("bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
 _STEPS_APART = 7919
-"""What a step's number adds to its port: a prime, so that steps of neighbouring jobs
-do not have one port."""
+"""Distance between the ports of two steps: a prime, so that steps of neighbouring jobs
+have different ports."""
 
 
 def from_slurm(found: Variables) -> Launch | None:
-    """Return what srun says of this process; None where it did not start it."""
+    """Return srun's launch; None if srun did not start this process."""
     if not _is_task_of_step(found):
         if found.number("SLURM_PROCID"):
             raise ValueError(
                 f"{found.show('SLURM_PROCID')}, but SLURM_STEP_ID is not set, which "
-                "srun sets for each task: start the program by srun, and hand all "
+                "srun sets for each task: start the program by srun, and pass all "
                 "SLURM_ variables on to it"
             )
         return None
@@ -55,7 +54,7 @@ def from_slurm(found: Variables) -> Launch | None:
 
 
 def is_in_step(found: Variables, rank: int, size: int) -> bool:
-    """Tell whether srun started this process, as this rank of so many."""
+    """Tell whether srun started this process as rank `rank` of `size`."""
     numbers = found.number("SLURM_PROCID"), found.number(*_SIZES)
     return _is_task_of_step(found) and numbers == (rank, size)
 
@@ -69,7 +68,7 @@ def first_host(nodes: str) -> str:
     first = r"(?:[^][,\s]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"
     if not re.fullmatch(f"{first}(?:,{first})*", nodes):
         raise ValueError(
-            f"{nodes!r} is no list of nodes such as 'node[003-005,9]': export "
+            f"{nodes!r} is not a list of nodes such as 'node[003-005,9]': export "
             "MASTER_ADDR, the host of rank 0"
         )
     match = re.match(first, nodes)
@@ -85,14 +84,14 @@ def _is_task_of_step(found: Variables) -> bool:
 def _refuse_shell(found: Variables, size: int) -> None:
     """Raise in the shell of ``srun -n 2 --pty bash``, whose other tasks have ended.
 
-    The allocation is named after the program, and its own step is the first: a step
-    that is started from that shell has a later number.
+    The allocation is named after that shell, which is its first step; a step that is
+    started from the shell has a later number.
     """
     is_shell = found.text("SLURM_JOB_NAME") in _SHELLS
     if is_shell and found.has("SLURM_PTY_PORT") and found.number(*_STEP_IDS) == 0:
         raise ValueError(
             f"srun --pty started a shell with {size} tasks ({found.show(*_SIZES)}), "
-            "whose other tasks wait for nobody: start the program from the shell by "
+            "and the other tasks have ended: start the program from the shell by "
             "srun, or set RANK=0 and WORLD_SIZE=1 to train in one process"
         )
 
@@ -108,7 +107,7 @@ def _first_host_of(found: Variables) -> str:
 
 
 def _port_of(found: Variables) -> int:
-    """Return a port that belongs to this step among those of jobs about as old."""
+    """Return a port for this step, unlike those of jobs of about the same age."""
     job = found.number(*_JOB_IDS)
     if job is None:
         raise ValueError(
@@ -120,9 +119,9 @@ def _port_of(found: Variables) -> int:
 
 
 def _local_world_size(found: Variables, size: int) -> int | None:
-    """Return how many tasks of the step this node has, from "2(x3),1" and its number.
+    """Return the step's number of tasks on this node, from a list such as "2(x3),1".
 
-    None where it is not said, or said of the allocation and not of the step.
+    None if the list is missing, or describes the allocation and not the step.
     """
     counts: list[int] = []
     for part in found.text(*_TASKS_PER_NODE).split(","):

@@ -1,4 +1,4 @@
-"""What ``TF_CONFIG`` says: TensorFlow's cluster of chief, workers and evaluator."""
+"""Read ``TF_CONFIG``: TensorFlow's cluster of chief, workers and evaluator."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FORM = (
 
 
 def from_tf_config(found: Variables) -> Launch | None:
-    """Return what ``TF_CONFIG`` says of this process; None where there is no cluster.
+    """Return the launch that ``TF_CONFIG`` describes; None if it has no cluster.
 
-    The chief is rank 0, workers follow; the address of rank 0 is where all meet.
+    The chief is rank 0, workers follow; all meet at the address of rank 0.
     """
     config = _parse(found.text("TF_CONFIG"))
     if not config.get("cluster") and not config.get("task"):
@@ -50,10 +50,10 @@ def from_tf_config(found: Variables) -> Launch | None:
 
 
 def _evaluator(cluster: dict[str, list[str]], index: int, ranks: list[str]) -> Launch:
-    """Return what an evaluator is: outside the world, behind its host's ranks."""
+    """Return an evaluator's launch: outside the world, after its host's ranks."""
     local_rank = 0
     evaluators = cluster.get("evaluator", [])
-    if evaluators:  # TensorFlow leaves it out of the cluster
+    if evaluators:  # TensorFlow leaves evaluators out of the cluster
         host = _host_and_port(evaluators[index])[0]
         earlier = [*ranks, *evaluators[:index]]
         local_rank = [_host_and_port(address)[0] for address in earlier].count(host)
@@ -68,9 +68,9 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text or "{}")
     except ValueError as error:
-        raise _error(f"{text!r} is no JSON ({error})") from None
+        raise _error(f"{text!r} is not JSON ({error})") from None
     if not isinstance(config, dict):
-        raise _error(f"{text!r} is no JSON object")
+        raise _error(f"{text!r} is not a JSON object")
     return config
 
 
@@ -84,12 +84,12 @@ def _cluster_of(config: dict[str, Any]) -> dict[str, list[str]]:
             isinstance(address, str) for address in addresses
         )
         if not is_list:
-            raise _error(f"{kind} is {addresses!r}, and no list of addresses")
+            raise _error(f"{kind} is {addresses!r}, not a list of addresses")
     everyone = [address for addresses in cluster.values() for address in addresses]
     for address in everyone:
         _host_and_port(address)
         if everyone.count(address) > 1:
-            raise _error(f"{address} is there {everyone.count(address)} times")
+            raise _error(f"{address} appears {everyone.count(address)} times")
     if len(cluster.get("chief", [])) > 1:
         raise _error(f"there is more than one chief: {cluster['chief']}")
     return cluster
@@ -98,13 +98,13 @@ def _cluster_of(config: dict[str, Any]) -> dict[str, list[str]]:
 def _refuse_unknown(*kinds: str) -> None:
     if "ps" in kinds:
         raise _error(
-            "it has a parameter server (ps), and here gradients are averaged among "
-            "the workers themselves: leave ps out of the cluster, and start no process "
+            "it has a parameter server (ps), but here the workers average the "
+            "gradients themselves: leave ps out of the cluster, and start no process "
             "for it"
         )
     for kind in kinds:
         if kind not in _KNOWN:
-            raise _error(f"{kind!r} is none of chief, worker and evaluator")
+            raise _error(f"{kind!r} is not chief, worker or evaluator")
 
 
 def _task_of(config: dict[str, Any], cluster: dict[str, list[str]]) -> tuple[str, int]:
@@ -118,7 +118,7 @@ def _task_of(config: dict[str, Any], cluster: dict[str, list[str]]) -> tuple[str
     if isinstance(index, str) and index.isascii() and index.isdigit():
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise _error(f"the task's index is {index!r}, and no whole number from 0 on")
+        raise _error(f"the task's index is {index!r}, not a whole number from 0 on")
     n_tasks = len(cluster.get(kind, []))
     if kind == "evaluator" and not n_tasks:
         return kind, index
@@ -134,5 +134,5 @@ def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
     if not host or not is_port:
-        raise _error(f"{address!r} is no host:port")
+        raise _error(f"{address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)

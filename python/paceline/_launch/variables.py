@@ -1,4 +1,4 @@
-"""Environment variables read as numbers, and what they say of a launch."""
+"""Environment variables read as numbers, and the launch that they describe."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MASTER_PORT = "MASTER_PORT"
 
 FIRST_PORT = 12000
 N_PORTS = 20000
-"""Ports that are derived from a job: below those that Linux gives out by itself."""
+"""Ports that are derived from a job: below those that Linux assigns by itself."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher has said of this process.
+    """What a launcher's variables say about this process.
 
     Attributes
     ----------
@@ -35,13 +35,13 @@ class Launch:
     rank, world_size : int
         The rank is -1 for a process outside the world, such as an evaluator.
     local_rank, local_world_size : int, optional
-        Among the ranks of this host; None where the launcher does not say.
+        Among the ranks of this host; None if the launcher does not set it.
     master_addr : str, optional
-        The host of rank 0; None where a world of one needs none.
+        The host of rank 0; None for a world of one.
     master_port : int, optional
         The port on that host.
     note : str
-        What the user is told besides.
+        A further note for the user.
     """
 
     launcher: Launcher
@@ -55,7 +55,7 @@ class Launch:
 
 
 class Variables:
-    """Environment variables; an empty one is not set.
+    """Environment variables; an empty one counts as not set.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Variables:
         self._environ = environ
 
     def text(self, *names: str) -> str:
-        """Return the value of the first variable that is set; "" where none is."""
+        """Return the value of the first variable that is set; "" if none is."""
         return next(filter(None, map(self._value, names)), "")
 
     def has(self, name: str) -> bool:
@@ -75,7 +75,7 @@ class Variables:
         return bool(self._value(name))
 
     def number(self, *names: str, least: int = 0) -> int | None:
-        """Return the first variable that is set as a number; None where none is."""
+        """Return the first variable that is set, as a number; None if none is."""
         for name in filter(self.has, names):
             text = self._value(name)
             if not re.fullmatch("[0-9]{1,18}", text) or int(text) < least:
@@ -86,7 +86,7 @@ class Variables:
         return None
 
     def required(self, launcher: str, *names: str, least: int = 0) -> int:
-        """Return the first that is set, of variables that `launcher` always sets."""
+        """Return the first variable that is set; raise if `launcher` has set none."""
         value = self.number(*names, least=least)
         if value is None:
             raise ValueError(
@@ -97,7 +97,7 @@ class Variables:
         return value
 
     def port(self) -> int | None:
-        """Return ``MASTER_PORT``; None where it is not set."""
+        """Return ``MASTER_PORT``; None if it is not set."""
         port = self.number(MASTER_PORT, least=1)
         if port is not None and port > 65535:
             raise ValueError(f"MASTER_PORT is {port}: ports go from 1 to 65535")

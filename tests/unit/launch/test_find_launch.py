@@ -380,9 +380,9 @@ def test_a_config_without_a_cluster_is_no_launch(text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{cluster", "no JSON"),
-        ("[1]", "no JSON object"),
-        ('"chief"', "no JSON object"),
+        ("{cluster", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('"chief"', "not a JSON object"),
         (json.dumps({"cluster": CLUSTER}), "task is None"),
         (json.dumps({"cluster": CLUSTER, "task": "worker"}), "task is 'worker'"),
         (json.dumps({"task": {"type": "worker", "index": 0}}), "cluster is None"),
@@ -410,12 +410,12 @@ WRONG_CLUSTERS = [
     ({"ps": []}, "parameter server"),
     ({"boss": ["p:1"]}, "'boss'"),
     ({"chief": ["a:1", "c:1"]}, "more than one chief"),
-    ({"chief": ["b:2"]}, "b:2 is there 2 times"),
-    ({"worker": ["b:2", "b:2"]}, "b:2 is there 2 times"),
+    ({"chief": ["b:2"]}, "b:2 appears 2 times"),
+    ({"worker": ["b:2", "b:2"]}, "b:2 appears 2 times"),
     ({"worker": "b:2"}, "worker is 'b:2'"),
     ({"worker": [2]}, "worker is [2]"),
-    *[({"worker": [bad]}, f"{bad!r} is no host:port") for bad in NO_ADDRESSES],
-    ({"evaluator": ["c"]}, "'c' is no host:port"),
+    *[({"worker": [bad]}, f"{bad!r} is not host:port") for bad in NO_ADDRESSES],
+    ({"evaluator": ["c"]}, "'c' is not host:port"),
 ]
 
 

@@ -99,7 +99,7 @@ def test_the_gpu_is_chosen_before_others_wait(gpus, environ, monkeypatch):
 def test_the_one_visible_gpu_is_each_ranks_own(gpus, environ):
     assert init_module._choose_device(True, 1) == torch.device("cuda", 1)
     gpus.n_gpus = 1
-    with pytest.raises(RuntimeError, match="at most 1 ranks a host"):
+    with pytest.raises(RuntimeError, match="at most 1 ranks per host"):
         init_module._choose_device(True, 1)
     environ["CUDA_VISIBLE_DEVICES"] = "5"
     assert init_module._choose_device(True, 3) == torch.device("cuda", 0)
@@ -224,7 +224,7 @@ def test_a_world_that_is_there_is_described(environ):
     assert paceline.init() == paceline.World(0, 1, 0, CPU, "none")
     assert paceline.init(backend="gloo", timeout=1).rank == 0
     with pytest.raises(
-        ValueError, match=r"'nccl', but .* made already, with 'cpu:gloo"
+        ValueError, match=r"'nccl', but .* exists already, with 'cpu:gloo"
     ):
         paceline.init(backend="nccl")
     environ["LOCAL_RANK"] = "3"
