@@ -1,4 +1,4 @@
-/* array.c - NumPy's C interface. */
+/* array.c - calls NumPy's C interface. */
 #include "array.h"
 
 #define NPY_NO_DEPRECATED_API NPY_1_23_API_VERSION
@@ -11,7 +11,7 @@ int pli_array_check(PyObject *value)
         PyObject *modules = PyImport_GetModuleDict();
         PyObject *numpy = PyDict_GetItemString(modules, "numpy"); /* borrowed */
         if (numpy == NULL || numpy == Py_None)
-            return 0; /* None: someone forbids its import */
+            return 0; /* None: the program forbids its import */
         if (PyArray_ImportNumPyAPI() != 0)
             return -1;
     }

@@ -1,7 +1,7 @@
-/* array.h - NumPy's arrays: the one file that knows its C interface is array.c.
+/* array.h - NumPy's arrays; only array.c uses NumPy's C interface.
  *
- * NumPy is looked for when something is met that could be an array, and only if someone
- * has imported it: a value cannot be an array otherwise.
+ * The first check of a value loads that interface, but only if the program has imported
+ * NumPy: otherwise no value can be an array.
  */
 #ifndef PLI_ARRAY_H
 #define PLI_ARRAY_H
@@ -11,13 +11,12 @@
 /* 1 for an array, 0 for anything else, or -1. */
 int pli_array_check(PyObject *value);
 
-/* These take arrays alone. */
-int pli_array_is_plain(PyObject *array); /* of no subclass */
+/* The argument must be an array. */
+int pli_array_is_plain(PyObject *array); /* not of a subclass */
 int pli_array_n_dims(PyObject *array);
 Py_ssize_t pli_array_size(PyObject *array, int dim);
 
-/* A tuple of plain arrays as one, along `dim`; those without dimensions make a vector.
- */
+/* Joins a tuple of plain arrays along `dim`; arrays of 0 dimensions give a vector. */
 PyObject *pli_array_join(PyObject *arrays, int dim);
 
 #endif

@@ -1,7 +1,7 @@
-/* dlpack.h - what this extension needs of DLPack 1.3's binary interface.
+/* dlpack.h - the part of DLPack 1.3's binary interface that this extension uses.
  *
- * Declared here, since the interface is the product: the structs are fixed by the
- * standard's ABI rule (a reader refuses another major version).
+ * Declared here instead of including DLPack's header: the standard fixes the layout of
+ * the structs, and a reader must refuse another major version.
  */
 #ifndef PLI_DLPACK_H
 #define PLI_DLPACK_H
@@ -39,7 +39,7 @@ typedef struct dl_tensor {
     uint64_t byte_offset;
 } dl_tensor;
 
-/* Unversioned: what torch before 2.10 takes. */
+/* The unversioned form, for torch before 2.10. */
 typedef struct dl_managed {
     dl_tensor tensor;
     void *context;

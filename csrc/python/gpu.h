@@ -1,4 +1,4 @@
-/* gpu.h - a GPU, as Python holds it. */
+/* gpu.h - the Python object of a GPU. */
 #ifndef PLI_GPU_H
 #define PLI_GPU_H
 
@@ -8,17 +8,17 @@
 typedef struct gpu_object {
     PyObject_HEAD
     pl_backend *backend;
-    dl_device place; /* as tensors on it say */
+    dl_device place; /* as DLPack describes tensors on it */
 } gpu_object;
 
-/* The stream that is current in this thread; -1 with an exception. */
+/* The stream that is current in this thread; 0, or -1 with an exception. */
 int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
                            pl_stream **out);
 
-/* Has torch give back device memory that it only keeps; takes the GIL. */
+/* Has torch free the device memory that it only caches; takes the GIL. */
 void pli_gpu_empty_cache(void *state);
 
-/* driver_version(path) -> int, of the module */
+/* The module's function driver_version(path) -> int. */
 PyObject *pli_driver_version(PyObject *module, PyObject *args);
 
 #endif

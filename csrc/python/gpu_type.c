@@ -1,4 +1,4 @@
-/* gpu_type.c - paceline._native.Device: a GPU: its memory, kernels, side stream. */
+/* gpu_type.c - paceline._native.Device: a GPU's memory, kernels and side stream. */
 #include "gpu.h"
 
 #include <stddef.h>
@@ -37,7 +37,7 @@ int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
     return 0;
 }
 
-/* Where that fails, the allocation that it is for fails once more, and says why. */
+/* Ignores a failure: the caller allocates again, and reports if that fails. */
 void pli_gpu_empty_cache(void *state)
 {
     const PyGILState_STATE gil = PyGILState_Ensure();
@@ -140,11 +140,11 @@ static PyMethodDef gpu_methods[] = {
 };
 
 static PyGetSetDef gpu_getset[] = {
-    {"index", gpu_index, NULL, "Number of the device, as torch counts.", NULL},
+    {"index", gpu_index, NULL, "Index of the device, as in torch.", NULL},
     {"kernels", gpu_kernels, NULL,
      "Where its kernels come from: 'fatbin', built in, or 'nvrtc', compiled here.",
      NULL},
-    {"name", gpu_name, NULL, "The device in torch's words, as in 'cuda:0'.", NULL},
+    {"name", gpu_name, NULL, "Name of the device in torch, such as 'cuda:0'.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -155,8 +155,8 @@ static PyType_Slot gpu_slots[] = {
     {Py_tp_getset, gpu_getset},
     {Py_tp_doc,
      "Device(index, driver=None, nvrtc=None, dlpack_type=2)\n--\n\n"
-     "A GPU, with the paths of the libraries to reach it by; dlpack_type is what "
-     "DLPack calls the kind of its tensors."},
+     "A GPU, with the paths of the libraries that reach it; dlpack_type is DLPack's "
+     "device type of its tensors."},
     {0, NULL},
 };
 

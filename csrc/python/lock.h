@@ -1,19 +1,19 @@
-/* lock.h - what takes the GIL's place where Python has none.
+/* lock.h - replaces the GIL in a free-threaded Python.
  *
  * The binding is written for one thread at a time.  In a free-threaded Python every
- * function that Python calls begins with PLI_ENTER: one lock for the whole extension, a
- * critical section of the module.  Python gives it up where it would give up the GIL,
- * in Py_BEGIN_ALLOW_THREADS and wherever this thread waits, and has it again after.
- * Likewise, what holds across a call into Python with a GIL does here, and nothing
- * more.
+ * function that Python calls begins with PLI_ENTER: it takes one lock for the whole
+ * extension, a critical section of the module.  Python releases the lock where it would
+ * release the GIL, in Py_BEGIN_ALLOW_THREADS and wherever this thread blocks, and then
+ * takes it again.  So across a call into Python the lock guarantees what the GIL does,
+ * and no more.
  *
- * Two things differ.  An object whose last reference goes in another thread waits for
- * the lock before it leaves our lists: who follows a pointer that is borrowed asks by
- * pli_reducer_ref() first.  And the lock is ours alone: a dict or a list of the
- * caller's must not be changed by another thread while we read it.
+ * Two things differ.  An object whose last reference another thread drops waits for the
+ * lock before it leaves our lists, so code that follows a borrowed pointer must call
+ * pli_reducer_ref() first.  And the lock protects only our data: no other thread may
+ * change a dict or a list of the caller while we read it.
  *
- * tp_traverse runs while all threads stand still, and takes no lock; nor does the end
- * of an object that no list of ours leads to.
+ * tp_traverse runs while all threads are stopped, and takes no lock.  Nor does the
+ * dealloc of an object that is in none of our lists.
  */
 #ifndef PLI_LOCK_H
 #define PLI_LOCK_H
@@ -23,7 +23,7 @@
 
 #ifdef Py_GIL_DISABLED
 
-/* The module of itself, of one of its types, or of an instance. */
+/* The module that `object` is, or whose type or instance it is. */
 static inline PyObject *pli_module_of(PyObject *object)
 {
     if (PyModule_Check(object))
@@ -33,7 +33,7 @@ static inline PyObject *pli_module_of(PyObject *object)
     PyObject *module = PyType_GetModule(type);
     if (module != NULL)
         return module;
-    PyErr_Clear(); /* Python ends, and has cleared the type: no other thread is left */
+    PyErr_Clear(); /* Python shuts down and has cleared the type: one thread is left */
     return object;
 }
 
@@ -42,7 +42,7 @@ static inline void pli_leave(PyCriticalSection *section)
     PyCriticalSection_End(section);
 }
 
-/* To the end of the block; `object` lives until then. */
+/* Holds the lock until the end of the block; `object` must live until then. */
 #define PLI_ENTER(object)                                                              \
     __attribute__((cleanup(pli_leave))) PyCriticalSection entered_section;             \
     PyCriticalSection_Begin(&entered_section, pli_module_of((PyObject *)(object)))

@@ -51,11 +51,11 @@ static int take_exchange(module_state *state, PyObject *capsule)
         exchange = exchange->previous;
     if (exchange == NULL) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_RuntimeError, "attach_torch: exchange is of a DLPack "
-                                                "that this version does not know");
+            PyErr_SetString(PyExc_RuntimeError, "attach_torch: exchange has a DLPack "
+                                                "version that is not supported");
         return -1;
     }
-    /* Without a non-owning read there is nothing to gain over capsules. */
+    /* A table without non-owning reads is no faster than capsules. */
     state->exchange = exchange->tensor_from_object != NULL ? exchange : NULL;
     Py_XSETREF(state->exchange_capsule, Py_NewRef(capsule));
     return 0;
@@ -91,7 +91,7 @@ static PyObject *isa(PyObject *module, PyObject *ignored)
     return PyUnicode_FromString(pli_isa_text(sums->isa));
 }
 
-/* The views of gradients become private memory, which a fork copies on write. */
+/* Moves the views of gradients to private memory, which a fork copies on write. */
 static PyObject *before_fork(PyObject *module, PyObject *ignored)
 {
     PLI_ENTER(module);
@@ -113,7 +113,7 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
     pli_processes_forget(state_of_module(module)->processes);
     for (; reducer != NULL; reducer = reducer->next)
         reducer->comm->ops->forget(reducer->comm);
-    return before_fork(module, NULL); /* what another thread has made since */
+    return before_fork(module, NULL); /* views that another thread has made since */
 }
 
 static PyObject *has_ended(PyObject *module, PyObject *args)
@@ -144,55 +144,53 @@ static PyObject *die_with(PyObject *module, PyObject *args)
 static PyMethodDef module_methods[] = {
     {"attach_torch", (PyCFunction)(void (*)(void))attach_torch,
      METH_VARARGS | METH_KEYWORDS,
-     "attach_torch(**callables)\n--\n\nHand over what the extension needs of torch."},
+     "attach_torch(**callables)\n--\n\nPass what the extension needs of torch."},
     {"measure", pli_measure, METH_VARARGS,
      "measure(params, buffers, bucket_bytes, last_bytes, sparse=(), device=None, "
      "world_size=0, /)\n"
      "--\n\nReturn (arena_bytes, n_ops, words_bytes) that a Reducer of these needs of "
-     "its World; of the arena, so many bytes are host memory."},
+     "its World; words_bytes of the arena are host memory."},
     {"nccl_version", pli_nccl_version, METH_VARARGS,
      "nccl_version(path, /)\n--\n\nReturn the version of the NCCL that a World would "
      "use, as 22907; path is where one was found, or None."},
     {"unwound_keeper", pli_unwound_keeper, METH_O,
-     "unwound_keeper(kept, /)\n--\n\nReturn what sys.monitoring may call as a frame is "
-     "left by an exception: it becomes\nkept[1] where the frame's code is kept[0]."},
+     "unwound_keeper(kept, /)\n--\n\nReturn a callback for sys.monitoring's PY_UNWIND: "
+     "if the frame's code is kept[0], it\nstores the exception in kept[1]."},
     {"driver_version", pli_driver_version, METH_VARARGS,
-     "driver_version(path, /)\n--\n\nStart CUDA's driver, and return the version of "
-     "CUDA that it serves, as 13000; path is its library, or None."},
+     "driver_version(path, /)\n--\n\nStart CUDA's driver, and return the CUDA version "
+     "that it supports, as 13000; path is its library, or None."},
     {"before_fork", before_fork, METH_NOARGS,
-     "before_fork()\n--\n\nMove gradients that are in shared memory into memory that "
-     "a child has of its own."},
+     "before_fork()\n--\n\nMove gradients from shared memory into private memory, of "
+     "which a child gets a copy."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
-     "after_fork_in_child()\n--\n\nClose the parent's connections, and make what "
-     "gradients the child shares its own."},
+     "after_fork_in_child()\n--\n\nClose inherited connections, and make gradients "
+     "that "
+     "are still shared with the parent private."},
     {"has_ended", has_ended, METH_VARARGS,
-     "has_ended(pid, /)\n--\n\nTell whether a process is gone: at once by a pidfd, "
-     "else once its parent has collected it."},
+     "has_ended(pid, /)\n--\n\nTell whether a process has ended: at once if the kernel "
+     "has pidfds, else once its parent has reaped it."},
     {"die_with", die_with, METH_VARARGS,
      "die_with(pidfd, pipe_fd, /)\n--\n\n"
-     "End this process at once when the process of a pidfd ends, or a pipe does."},
+     "End this process at once when the process of a pidfd or the pipe ends."},
     {"flatten", pli_flatten, METH_O,
-     "flatten(value, /)\n--\n\nReturn (tree, leaves): the nesting, and in order the "
-     "tensors and arrays."},
+     "flatten(value, /)\n--\n\nReturn (tree, leaves): the nesting, and the tensors and "
+     "arrays in order."},
     {"scatter", (PyCFunction)(void (*)(void))pli_scatter, METH_FASTCALL,
      "scatter(inputs, kwargs, n, dim, /)\n--\n\nSplit a call's arguments by rows over "
      "at most n replicas."},
     {"gather", (PyCFunction)(void (*)(void))pli_gather, METH_FASTCALL,
-     "gather(outputs, sizes, dim, join=None, /)\n--\n\nJoin what the replicas "
-     "returned; "
-     "join(tensors, dim) makes one of several tensors, join.packed() of sequences."},
+     "gather(outputs, sizes, dim, join=None, /)\n--\n\nJoin the replicas' outputs; "
+     "join(tensors, dim) joins tensors, and join.packed() packed sequences."},
     {"differing", pli_differing, METH_VARARGS,
-     "differing(dicts, expected, any, /)\n--\n\nReturn the numbers of dicts that have "
-     "other names than the expected ones, in another order, or other objects as "
-     "values; "
-     "where `any` is expected, all objects will do."},
+     "differing(dicts, expected, any, /)\n--\n\nReturn the indices of dicts that lack "
+     "the expected names and values in the expected order; the value `any` matches "
+     "every object."},
     {"restore", pli_restore, METH_VARARGS,
-     "restore(dicts, expected, /)\n--\n\nHave dicts hold what is expected, and nothing "
-     "else."},
+     "restore(dicts, expected, /)\n--\n\nGive dicts exactly the expected items."},
     {"reference_counts", pli_reference_counts, METH_O,
-     "reference_counts(objects, /)\n--\n\nReturn how many references there are to "
-     "each of a list."},
-    {"isa", isa, METH_NOARGS, "isa()\n--\n\nName of the instruction set of the sums."},
+     "reference_counts(objects, /)\n--\n\nReturn the reference count of each object of "
+     "a list."},
+    {"isa", isa, METH_NOARGS, "isa()\n--\n\nReturn the instruction set of the sums."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -210,7 +208,7 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **field)
     return *field != NULL ? PyModule_AddType(module, *field) : -1;
 }
 
-/* The classes are Python's. */
+/* The exception classes are defined in Python. */
 static int add_exceptions(PyObject *module, module_state *state)
 {
     static const char *const names[] = {"PeerError", "PeerTimeoutError",
@@ -297,7 +295,7 @@ static void module_free(void *module)
 {
     module_state *state = state_of_module(module);
     (void)module_clear(module);
-    if (state->watchdog != NULL) { /* its thread may be waiting for the GIL */
+    if (state->watchdog != NULL) { /* its thread may wait for the GIL */
         PyThreadState *thread = PyEval_SaveThread();
         pli_watchdog_destroy(state->watchdog);
         PyEval_RestoreThread(thread);

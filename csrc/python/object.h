@@ -1,4 +1,4 @@
-/* object.h - steps with Python's objects that many files take. */
+/* object.h - helpers for Python objects that many files use. */
 #ifndef PLI_OBJECT_H
 #define PLI_OBJECT_H
 
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Puts `item`, which it steals, into a new tuple; NULL, a failure, drops the tuple. */
+/* Puts `item`, which it steals, into a new tuple; if it is NULL, drops the tuple. */
 static inline void pli_tuple_put(PyObject **tuple, Py_ssize_t i, PyObject *item)
 {
     if (item == NULL)
@@ -26,7 +26,7 @@ static inline void pli_list_put(PyObject **list, Py_ssize_t i, PyObject *item)
         PyList_SET_ITEM(*list, i, item);
 }
 
-/* 1 where `answer`, which it steals, is true, 0 where not, or -1; NULL is a failure. */
+/* 1 if `answer`, which it steals, is true, 0 if not; -1 if it is NULL or fails. */
 static inline int pli_is_true(PyObject *answer)
 {
     const int is_so = answer != NULL ? PyObject_IsTrue(answer) : -1;
@@ -34,20 +34,20 @@ static inline int pli_is_true(PyObject *answer)
     return is_so;
 }
 
-/* 0 where `result`, which it drops, is there, or -1. */
+/* Drops `result`; 0, or -1 if it is NULL. */
 static inline int pli_drop(PyObject *result)
 {
     Py_XDECREF(result);
     return result != NULL ? 0 : -1;
 }
 
-/* None, or NULL where a function that returns int has failed. */
+/* None if `status` is 0, else NULL: for functions that return int. */
 static inline PyObject *pli_none(int status)
 {
     return status == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* A heap type's spec, after its <name>_object and <name>_slots; nobody changes it. */
+/* The spec of an immutable heap type; define <name>_object and <name>_slots first. */
 #define PLI_TYPE(field, type, more_flags)                                              \
     PyType_Spec pli_##field##_spec = {                                                 \
         .name = "paceline._native." #type,                                             \

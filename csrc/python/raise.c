@@ -1,4 +1,4 @@
-/* raise.c - from a status to the exception that PL_STATUS_MAP names, and back. */
+/* raise.c - turns a status into the exception that PL_STATUS_MAP names, and back. */
 #include <string.h>
 
 #include "state.h"
@@ -38,7 +38,7 @@ PyObject *pli_raise(const module_state *state, pl_status st)
 {
     if (st == PL_OK || PyErr_Occurred())
         return NULL;
-    /* A file's name in it may be anything. */
+    /* The message may quote a file name, which need not be UTF-8. */
     const char *words = pl_error_message();
     PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
     PyObject *type = text != NULL ? exception_of(state, st) : NULL;
@@ -79,7 +79,7 @@ PyObject *pli_exception_words(void)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback); /* for its words */
+    PyErr_NormalizeException(&type, &value, &traceback); /* so that %S prints it */
     PyObject *words = PyUnicode_FromFormat(
         "%s: %S", type != NULL ? ((PyTypeObject *)type)->tp_name : "",
         value != NULL ? value : Py_None);

@@ -1,4 +1,4 @@
-/* recorder_object.h - a recorder as Python holds it. */
+/* recorder_object.h - the Python object that owns a recorder. */
 #ifndef PLI_RECORDER_OBJECT_H
 #define PLI_RECORDER_OBJECT_H
 

@@ -1,5 +1,5 @@
-/* recorder_type.c - paceline._native.Recorder: a World writes to it by itself, a
- * DataParallel by the calls here. */
+/* recorder_type.c - paceline._native.Recorder.  A World writes to it directly from C, a
+ * DataParallel by the methods here. */
 #include "recorder_object.h"
 
 #include <stddef.h>
@@ -67,7 +67,7 @@ static PyObject *recorder_close(PyObject *object, PyObject *ignored)
 
 static PyMethodDef recorder_methods[] = {
     {"record", recorder_record, METH_VARARGS,
-     "record($self, activity, step, /)\n--\n\nSay what the process does from now on."},
+     "record($self, activity, step, /)\n--\n\nRecord what the process does now."},
     {"close", recorder_close, METH_NOARGS,
      "close($self, /)\n--\n\nRemove the file; may be called twice."},
     {NULL, NULL, 0, NULL},
@@ -85,7 +85,7 @@ static PyType_Slot recorder_slots[] = {
     {Py_tp_methods, recorder_methods},
     {Py_tp_members, recorder_members},
     {Py_tp_doc, "Recorder(path, who)\n--\n\n"
-                "A new file of the last steps, for whoever watches; who is JSON."},
+                "A new file that records the last steps; who is a JSON object."},
     {0, NULL},
 };
 

@@ -1,8 +1,8 @@
-/* state.h - what the module holds, and how a status becomes an exception.
+/* state.h - the module's state, and how a status becomes an exception.
  *
- * Everything lives in the module's state: no static PyObject, no global.  What the
- * extension needs of torch is handed to it once by paceline._compat.torch_core
- * (attach_torch), so that every probe of torch's versions is in one Python file.
+ * Everything lives in the module's state: no static PyObject, no global.
+ * paceline._compat.torch_core passes all that the extension needs of torch once, by
+ * attach_torch(), so that every probe of torch's versions is in one Python file.
  */
 #ifndef PLI_STATE_H
 #define PLI_STATE_H
@@ -18,27 +18,27 @@
 #include "nccl/watchdog.h"
 #include "object.h"
 
-/* torch's callables: field of the state and keyword of attach_torch(). */
+/* torch's callables: each is a field of the state and a keyword of attach_torch(). */
 #define PLI_TORCH_MAP(X)                                                               \
-    X(queue_callback)  /* engine: run a callable when this backward ends */            \
-    X(current_node)    /* the autograd node under evaluation, or None */               \
-    X(current_task)    /* a number for the backward that runs in this thread */        \
-    X(current_stream)  /* of a device's index: the CUstream, as a number */            \
-    X(empty_cache)     /* has torch give back device memory that it only keeps */      \
-    X(after_node)      /* a node under evaluation: call when it is over */             \
-    X(is_grad_enabled) /* inside a hook: is this backward itself recorded? */          \
-    X(is_compiled) /* is this backward compiled autograd's? it calls nobody back */    \
-    X(increment_version) /* by pli_increment_versions() */                             \
-    X(empty_like)        /* a private gradient for a parameter that had none */        \
-    X(from_dlpack)       /* a tensor of a capsule, for torch before 2.10 */            \
-    X(to_dlpack)         /* and a capsule of a tensor, whatever device is current */   \
-    X(sparse_read)       /* these three: paceline._compat.sparse_rows */               \
+    X(queue_callback)    /* has the engine run a callable when this backward ends */   \
+    X(current_node)      /* the autograd node under evaluation, or None */             \
+    X(current_task)      /* the number of the backward that runs in this thread */     \
+    X(current_stream)    /* a device index to its CUstream, as a number */             \
+    X(empty_cache)       /* has torch free the device memory that it only caches */    \
+    X(after_node)        /* runs a callable when the node under evaluation is done */  \
+    X(is_grad_enabled)   /* inside a hook: is this backward itself recorded? */        \
+    X(is_compiled)       /* does compiled autograd run backward? no final callbacks */ \
+    X(increment_version) /* for pli_increment_versions() */                            \
+    X(empty_like)        /* a private gradient for a parameter without one */          \
+    X(from_dlpack)       /* a capsule to a tensor, for torch before 2.10 */            \
+    X(to_dlpack)         /* a tensor to a capsule, on any device */                    \
+    X(sparse_read)       /* this and the next two: paceline._compat.sparse_rows */     \
     X(sparse_room)                                                                     \
     X(sparse_densify)                                                                  \
     X(cat)                                                                             \
     X(stack)                                                                           \
     X(dataclass_fields) /* dataclasses.fields */                                       \
-    X(copy_attributes)  /* these seven: paceline._compat.packed_sequence */            \
+    X(copy_attributes)  /* this and the next six: paceline._compat.packed_sequence */  \
     X(layout_of)                                                                       \
     X(repeats_row)                                                                     \
     X(packed_rows)                                                                     \
@@ -46,7 +46,7 @@
     X(join_packed)                                                                     \
     X(join_arrays)
 
-/* Handed over in the same way: the field, and the type that it must be of. */
+/* Other arguments of attach_torch(): the field, and the type that it must have. */
 #define PLI_KNOWN_MAP(X)                                                               \
     X(tensor_type, PyType_Type)                                                        \
     X(size_type, PyType_Type)                                                          \
@@ -54,7 +54,7 @@
     X(marker_type, PyType_Type) /* paceline._compat.packed_sequence.Replicated */      \
     X(registry, PyDict_Type)    /* of pytrees: {type: NodeDef} */
 
-/* Attribute names that are asked for often: interned, in the field name_x. */
+/* Interned names of frequently read attributes; name x is in the field name_x. */
 #define PLI_NAME_MAP(X)                                                                \
     X(_fields)                                                                         \
     X(_make)                                                                           \
@@ -86,15 +86,15 @@ typedef struct module_state {
     PLI_TYPE_MAP(TYPE_FIELD)
 #undef TYPE_FIELD
     PyObject *errors;   /* the module paceline._errors */
-    PyObject *str_grad; /* interned "grad", and so on */
+    PyObject *str_grad; /* interned: "grad", "is_neg", "is_conj" */
     PyObject *str_is_neg;
     PyObject *str_is_conj;
     pli_progress *progress;
-    pli_processes *processes;        /* the peers', of all worlds */
-    pli_watchdog *watchdog;          /* of GPU worlds; NULL: there was none yet */
-    struct reducer_object *reducers; /* all that live, linked; borrowed */
+    pli_processes *processes;        /* the peers of all worlds */
+    pli_watchdog *watchdog;          /* of GPU worlds; NULL before the first one */
+    struct reducer_object *reducers; /* linked list of all live ones; borrowed */
     const dl_exchange *exchange;     /* NULL: torch before 2.10 */
-    PyObject *exchange_capsule;      /* owns it */
+    PyObject *exchange_capsule;      /* owns `exchange` */
 #define TORCH_FIELD(name) PyObject *name;
     PLI_TORCH_MAP(TORCH_FIELD)
 #undef TORCH_FIELD
@@ -118,32 +118,32 @@ static inline module_state *state_of(PyObject *object)
     return state_of_type(Py_TYPE(object));
 }
 
-/* Raises the exception of `st` with this thread's message, unless one is set
- * already; returns NULL for the caller to return.  PL_OK raises nothing. */
+/* Raises the exception of `st` with this thread's message, unless `st` is PL_OK or an
+ * exception is already set.  Returns NULL, for the caller to return. */
 PyObject *pli_raise(const module_state *state, pl_status st);
 
-/* As PyErr_Format(), for functions that return int: -1. */
+/* As PyErr_Format(), but returns -1, for functions that return int. */
 int pli_error(PyObject *type, const char *format, ...);
 
-/* Raises the path of a value, which it steals, and then words that speak of it; where
- * the path is NULL what its maker has raised stays. */
+/* Raises an exception; its message is `path`, which it steals, and the formatted words.
+ * If `path` is NULL, keeps the exception that is set. */
 void pli_raise_at(PyObject *type, PyObject *path, const char *format, va_list args);
 
-/* "TypeError: words" of the exception that is set, which stays set; NULL, and nothing
- * more raised, where there is no memory for it. */
+/* The exception that is set, as text, "TypeError: ..."; it stays set.  NULL, without
+ * another exception, if there is no memory. */
 PyObject *pli_exception_words(void);
 
-/* For a call that has raised inside the core: a failure with the exception's words; the
- * exception stays set, and is what pli_check() leaves. */
+/* Returns a failure for a callback that raised inside the core; its message is the
+ * exception's text.  The exception stays set, and pli_check() keeps it. */
 pl_status pli_callback_failed(void);
 
-/* The same as pli_raise() for functions that return int: 0 for PL_OK, else -1. */
+/* As pli_raise(), but returns 0 for PL_OK and -1 otherwise. */
 int pli_check(const module_state *state, pl_status st);
 
-/* -1 with an exception unless attach_torch() was called. */
+/* 0, or -1 with an exception if attach_torch() was not called (module.c). */
 int pli_needs_torch(const module_state *state);
 
-/* One spec a type; each is in the file of its name. */
+/* One spec per type, in the file that implements the type. */
 #define TYPE_SPEC(name) extern PyType_Spec pli_##name##_spec;
 PLI_TYPE_MAP(TYPE_SPEC)
 #undef TYPE_SPEC

@@ -1,4 +1,4 @@
-/* tensor.c - DLPack, in and out. */
+/* tensor.c - reads and makes tensors by DLPack. */
 #include "tensor.h"
 
 #include <string.h>
@@ -28,7 +28,7 @@ static int read_dtype(dl_dtype dtype, pl_dtype *out)
     return -1;
 }
 
-/* A place in words: "the CPU", "cuda:1". */
+/* A device as text: "the CPU", "cuda:1". */
 typedef struct place_text {
     char text[48];
 } place_text;
@@ -57,8 +57,7 @@ static int refuse_place(const dl_tensor *dl, dl_device place, const char *what)
     if (place.type == DL_CPU)
         return pli_error(
             PyExc_NotImplementedError,
-            "%s is not in CPU memory (DLPack device type %d): this version of "
-            "paceline trains on CPUs",
+            "%s is not in CPU memory (DLPack device type %d): paceline needs it there",
             what, (int)dl->device.type);
     return pli_error(
         PyExc_ValueError,
@@ -91,15 +90,15 @@ static int fill(const dl_tensor *dl, dl_device place, const char *what, pli_tens
     return 0;
 }
 
-/* Says what was refused and why, in place of what torch raised. */
+/* Replaces torch's exception by one that names what was refused, and why. */
 static int refuse(const char *what)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    /* torch's message goes on with a C++ stack: the first line is enough. */
+    /* The first line is enough: a C++ stack follows it. */
     PyObject *text = value != NULL ? PyObject_Str(value) : NULL;
     PyObject *lines = text != NULL ? PyUnicode_Splitlines(text, 0) : NULL;
-    PyErr_Format(PyExc_TypeError, "%s is no strided tensor in memory: %S", what,
+    PyErr_Format(PyExc_TypeError, "%s is not a strided tensor in memory: %S", what,
                  lines != NULL && PyList_GET_SIZE(lines) > 0 ? PyList_GET_ITEM(lines, 0)
                                                              : Py_None);
     Py_XDECREF(lines);
@@ -110,8 +109,8 @@ static int refuse(const char *what)
     return -1;
 }
 
-/* torch before 2.9 gives dimensions of size 1 the stride 1 in what it exports; its own
- * operations ask for the tensor's. */
+/* torch before 2.9 exports dimensions of size 1 with stride 1, but its own operations
+ * use the tensor's stride. */
 static int restore_strides(PyObject *tensor, dl_tensor *dl)
 {
     int n_single = 0;
@@ -129,7 +128,7 @@ static int restore_strides(PyObject *tensor, dl_tensor *dl)
     return status;
 }
 
-/* *capsule: to be kept while *out is read, and dropped; it may be NULL. */
+/* *capsule: the caller keeps it while it reads *out, then drops it; it may be NULL. */
 static int read_dl(const module_state *state, PyObject *object, const char *what,
                    dl_tensor *out, PyObject **capsule)
 {
@@ -137,7 +136,7 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
     if (state->exchange != NULL)
         return state->exchange->tensor_from_object(object, out) == 0 ? 0 : refuse(what);
     PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
-    /* torch's __dlpack__() wants the tensor's device to be the current one. */
+    /* torch's __dlpack__() requires that the tensor's device is the current one. */
     if (detached != NULL)
         *capsule = PyObject_CallOneArg(state->to_dlpack, detached);
     dl_managed *managed =
@@ -153,9 +152,9 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
     return 0;
 }
 
-/* Complex tensors have a bit for conjugation.  Their imaginary parts then have one for
- * the sign; with more elements than one those do not lie side by side, so that nobody
- * takes them for a block of memory. */
+/* Complex tensors have a bit for lazy conjugation; the imaginary part of such a tensor
+ * has one for a lazy sign.  With more than one element that part has gaps in memory, so
+ * no code treats it as a dense block. */
 static int is_complex(const pli_layout *layout)
 {
     return layout->dtype == PL_C64 || layout->dtype == PL_C128;
@@ -225,11 +224,11 @@ int pli_tensor_place(const module_state *state, PyObject *object, const char *wh
 
 /* ---- making --------------------------------------------------------------------- */
 
-/* One tensor of our memory: both of DLPack's forms, and the dimensions behind. */
+/* A tensor over our memory: both of DLPack's forms, followed by its dimensions. */
 typedef struct export {
     dl_managed_versioned versioned;
     dl_managed plain;
-    pli_window *window; /* NULL: nobody counts */
+    pli_window *window; /* NULL: the tensor is not counted */
     size_t slot;
     int64_t dims[]; /* shape, then strides */
 } export;
@@ -269,7 +268,7 @@ static PyObject *import(const module_state *state, export *self)
     return object;
 }
 
-/* One with room for n_dims dimensions, which are the caller's to fill in. */
+/* An export with room for n_dims dimensions, which the caller fills in. */
 static export *make_export(const module_state *state, int n_dims)
 {
     export *self = NULL;
@@ -280,7 +279,7 @@ static export *make_export(const module_state *state, int n_dims)
     return self;
 }
 
-/* Hands the export over. */
+/* Fills in both forms and gives the export to torch, which then owns it. */
 static PyObject *finish(const module_state *state, export *self, const dl_tensor *like)
 {
     dl_tensor tensor = *like;
@@ -341,7 +340,7 @@ PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *da
 int pli_increment_versions(const module_state *state, PyObject *tensors)
 {
     PyObject *result = PyObject_CallOneArg(state->increment_version, tensors);
-    if (result != NULL && PyIter_Check(result)) /* of calls, one a tensor */
+    if (result != NULL && PyIter_Check(result)) /* a map() of calls, one per tensor */
         Py_SETREF(result, PySequence_Tuple(result));
     return pli_drop(result);
 }

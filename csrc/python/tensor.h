@@ -1,7 +1,7 @@
-/* tensor.h - what C has to know of a tensor, and tensors made of our own memory.
+/* tensor.h - reads a tensor's memory and layout, and makes tensors over our own memory.
  *
- * Both go through DLPack's exchange table where torch has one (2.10 and newer: 44 ns a
- * tensor, no copy, no Python call), and through capsules where it has not.
+ * Both use DLPack's exchange table if torch has one (2.10 and newer: 44 ns a tensor, no
+ * copy, no Python call), and capsules otherwise.
  */
 #ifndef PLI_TENSOR_H
 #define PLI_TENSOR_H
@@ -11,53 +11,53 @@
 #include "state.h"
 
 typedef struct pli_tensor {
-    void *data; /* borrowed: valid while the tensor lives unmodified */
+    void *data; /* borrowed: valid while the tensor lives and is not modified */
     pli_layout layout;
 } pli_tensor;
 
-/* Reads a strided CPU tensor; -1 with an exception that begins with `what`:
- * NotImplementedError for one on another device, TypeError for anything else. */
+/* Reads a strided CPU tensor; 0, or -1 with an exception that begins with `what`:
+ * NotImplementedError for a tensor on another device, TypeError for other objects. */
 int pli_tensor_read(const module_state *state, PyObject *object, const char *what,
                     pli_tensor *out);
 
-/* The same of a tensor on `place`: ValueError for one that is elsewhere.  What its
- * stream has yet to write is not waited for. */
+/* The same for a tensor on `place`; ValueError if it is elsewhere.  Does not wait for
+ * writes that are still on a stream. */
 int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,
                        const char *what, pli_tensor *out);
 
-/* The same, and of a tensor that wraps others, and has no memory of its own: its layout
- * is lazy, and torch alone can copy it. */
+/* The same, but also accepts a tensor that wraps others and has no memory: its layout
+ * is lazy, and only torch can copy it. */
 int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *object,
                         const char *what, pli_tensor *out);
 
-/* Where a strided tensor is. */
+/* The device of a strided tensor. */
 int pli_tensor_place(const module_state *state, PyObject *object, const char *what,
                      dl_device *out);
 
-/* Part of a window onto gradients that are on `place`. */
+/* A part of a window of gradients on `place`. */
 typedef struct pli_view {
     pli_window *window;
     dl_device place;
-    size_t slot;   /* whose views count this one */
+    size_t slot;   /* the window counts views by slot */
     size_t offset; /* in the window */
 } pli_view;
 
-/* A new torch tensor of layout `layout` over a view, counted there until its storage
- * dies. */
+/* A new torch tensor of layout `layout` over a view.  The window counts it until its
+ * storage is freed. */
 PyObject *pli_tensor_view(const module_state *state, const pli_view *view,
                           const pli_layout *layout);
 
-/* A new torch tensor over memory, on `place`, that outlives it. */
+/* A new torch tensor over memory on `place`; the memory must outlive it. */
 PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *data,
                             const pli_layout *layout);
 
-/* Tells autograd that all tensors of a sequence were overwritten; no Python runs. */
+/* Tells autograd that all tensors of a sequence were overwritten; runs no Python. */
 int pli_increment_versions(const module_state *state, PyObject *tensors);
 
 /* A tensor's version counter, or -1 with an exception. */
 long pli_tensor_version(PyObject *tensor);
 
-/* Overwrites a tensor with another's values, by torch, unseen by autograd; -1. */
+/* Has torch copy a tensor's values to another, unseen by autograd; 0, or -1. */
 int pli_tensor_overwrite(PyObject *to, PyObject *from);
 
 #endif

@@ -1,4 +1,4 @@
-/* wait.c - the loop of slices. */
+/* wait.c - waits in slices of 50 ms. */
 #include "wait.h"
 
 enum { SLICE_MS = 50 };

@@ -36,7 +36,7 @@ NO_MEMORY = [3, None, torch.ones(2, device="meta"), torch.eye(2).to_sparse()]
 @pytest.mark.parametrize("bad", NO_MEMORY, ids=["number", "None", "meta", "sparse"])
 def test_what_no_capsule_holds_is_a_type_error_that_names_it(without_exchange, bad):
     world = make_world()
-    with pytest.raises(TypeError, match="is no strided tensor in memory: "):
+    with pytest.raises(TypeError, match="is not a strided tensor in memory: "):
         world.broadcast([bad])
 
 

@@ -190,7 +190,7 @@ BAD_COPIES = [
     ((0, [ones(2)], 1, []), ValueError, "lists of 1 and 0"),
     ((0, ones(2), 1, [ones(2)]), TypeError, "list"),
     ((0, [ones(2)], 1, (ones(2),)), TypeError, "list"),
-    ((0, [ones(2)], 1, [3]), TypeError, "a tensor is no strided tensor in memory"),
+    ((0, [ones(2)], 1, [3]), TypeError, "a tensor is not a strided tensor in memory"),
     ((0, [ones(2)], 1, [ones(3)]), ValueError, "are not alike"),
     ((0, [ones(2)], 1, [ones(2).double()]), ValueError, "are not alike"),
     ((0, [ones(2, 3)], 1, [ones(3, 2).t()]), ValueError, "are not alike"),
@@ -222,9 +222,9 @@ BAD_SEGMENTS = [
     (segment(blocks=[None, None]), ValueError, "with 2 blocks: give one for each of 3"),
     (segment(blocks=[None, block(7), None]), ValueError, "7 bytes, of a segment of 8"),
     (segment(blocks=[None, None, block(9)]), ValueError, "9 bytes, of a segment of 8"),
-    (segment(blocks=[None, 3, None]), TypeError, "no strided tensor"),
+    (segment(blocks=[None, 3, None]), TypeError, "not a strided tensor"),
     (segment(sources=[ones(4)[::2]]), ValueError, "not one block of memory"),
-    (segment(sources=[None]), TypeError, "no strided tensor"),
+    (segment(sources=[None]), TypeError, "not a strided tensor"),
     (
         segment([ones(300)], [4], 1204, [None, block(1204), None]),
         ValueError,
@@ -240,7 +240,7 @@ BAD_ROOMS = [
     ([*ROOMS, None], ValueError, "memory of 4 members, of 3"),
     ([None] * 3, ValueError, "0 bytes of member 1 have no room for 2 rows"),
     ([None, ones(31), None], ValueError, "124 bytes of member 1 have no room for 2"),
-    ([None, 3, None], TypeError, "no strided tensor"),
+    ([None, 3, None], TypeError, "not a strided tensor"),
     ([None, None, ones(64)[::2]], ValueError, "not one block of memory"),
     ([ones(64)[::2], *ROOMS[1:]], ValueError, "not one block of memory"),
 ]
@@ -250,7 +250,7 @@ BAD_SUMS = [
     ((3, [], [], 0), IndexError, "member 3 of 3"),
     ((1, [ones(2)], [], 8), ValueError, "lists of 1 and 0"),
     ((1, (ones(2),), [0], 8), TypeError, "list"),
-    ((1, [None], [0], 8), TypeError, "a tensor is no strided tensor"),
+    ((1, [None], [0], 8), TypeError, "a tensor is not a strided tensor"),
     ((1, [ones(2)], ["a"], 8), TypeError, "integer"),
     ((1, [ones(2)], [-1], 8), OverflowError, "negative"),
     ((1, [ones(2)], [9], 16), ValueError, "beyond its block"),
@@ -268,10 +268,10 @@ BAD_PACKS = [
     (("a", 1, [None], ones(2)), TypeError, "integer"),
     ((0, 1, [], ones(2)), ValueError, "packs 0 gradients of 1 tensors"),
     ((0, 1, 3, ones(2)), TypeError, "list"),
-    ((0, 1, [3], ones(2)), TypeError, "a gradient is no strided tensor"),
+    ((0, 1, [3], ones(2)), TypeError, "a gradient is not a strided tensor"),
     ((0, 1, [None], ones(3)), ValueError, "a block of 12 bytes, of a segment of 8"),
     ((0, 1, [None], ones(4)[::2]), ValueError, "not one block"),
-    ((0, 1, [None], 3), TypeError, "no strided tensor"),
+    ((0, 1, [None], 3), TypeError, "not a strided tensor"),
 ]
 
 
@@ -279,12 +279,12 @@ BAD_BEGINS = [
     *(((rooms, ones(2)), *words) for rooms, *words in BAD_ROOMS),
     ((ROOMS, ones(3)), ValueError, "a block of 12 bytes, of a segment of 8"),
     ((ROOMS, ones(4)[::2]), ValueError, "not one block of memory"),
-    ((ROOMS, None), TypeError, "no strided tensor"),
+    ((ROOMS, None), TypeError, "not a strided tensor"),
 ]
 
 
 BAD_RINGS = [
-    ((None, []), TypeError, "no strided tensor"),
+    ((None, []), TypeError, "not a strided tensor"),
     ((torch.ones(64)[::2], []), ValueError, "not one block of memory"),
     ((RING, (segment(),)), TypeError, "list"),
 ]
