@@ -1,5 +1,5 @@
-"""What of torch is private, or differs by version: the only folder that knows.
+"""The only folder that uses private names of torch or depends on its version.
 
-``torch_*.py`` each ask one area of torch; ``sparse_rows.py`` and ``packed_sequence.py``
-turn tensors that the core does not know into ones that it does.
+Each ``torch_*.py`` covers one area of torch; ``sparse_rows.py`` and
+``packed_sequence.py`` turn tensors that the core cannot read into ones that it can.
 """

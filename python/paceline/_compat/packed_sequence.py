@@ -1,8 +1,8 @@
-"""The parts of scatter and gather that are Python by nature.
+"""The parts of scatter and gather that are written in Python.
 
-The walk over nested containers is in C (``csrc/python/dp/tree.c``); here are the marker
-of what is not to be split, what a container has besides its children, and the split and
-the join of packed sequences.
+C walks the nested containers (``csrc/python/dp/tree.c``).  This file has the marker for
+values that must not be split, the copy of a container's other attributes, and the split
+and join of packed sequences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Replicated(Generic[T]):
-    """Marks a value that each replica is to have whole."""
+    """Marks a value that each replica receives whole."""
 
     __slots__ = ("value",)
 
@@ -35,10 +35,10 @@ class Replicated(Generic[T]):
 
 
 def copy_attributes(value: Any, made: Any, children: Sequence[str] | None) -> None:
-    """Give a container the attributes of another one, except for its children.
+    """Copy a container's attributes to another one, except the children.
 
-    Those in slots, too, and ``default_factory``; not what a ``cached_property`` keeps,
-    which was computed from the children.
+    Copies slots and ``default_factory`` too, but not the value of a
+    ``cached_property``, which was computed from the children.
     """
     others = set(children or ())
     for base in type(made).__mro__:
@@ -46,7 +46,7 @@ def copy_attributes(value: Any, made: Any, children: Sequence[str] | None) -> No
             if isinstance(member, cached_property):
                 others.add(name)
             elif type(member) is MemberDescriptorType:
-                with suppress(AttributeError):  # never set, or read-only
+                with suppress(AttributeError):  # not set, or read-only
                     member.__set__(made, member.__get__(value))
     own = getattr(value, "__dict__", {})
     if own is value:  # a dict that is its own attributes
@@ -56,14 +56,14 @@ def copy_attributes(value: Any, made: Any, children: Sequence[str] | None) -> No
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[bool, tuple[int, ...] | None]:
-    """Tell whether a tensor can be split by rows, and its shape: nested have none."""
+    """Tell whether a tensor can be split by rows, and its shape; None if nested."""
     if tensor.is_nested:
         return False, None
     return tensor.layout is torch.strided, tuple(tensor.shape)
 
 
 def repeats_row(leaf: Any, dim: int) -> bool:
-    """Tell whether a tensor is one number, said again and again along a dimension."""
+    """Tell whether a tensor is one number, repeated along a dimension."""
     if not isinstance(leaf, torch.Tensor) or leaf.numel() != leaf.shape[dim]:
         return False
     return bool((leaf == leaf.narrow(dim, 0, 1)).all())
@@ -76,7 +76,7 @@ def packed_rows(packed: PackedSequence) -> int:
 
 
 def _places(batch_sizes: torch.Tensor) -> list[tuple[int, int]]:
-    """Return (where it starts, how many sequences it has) of each time step."""
+    """Return (start in ``data``, number of sequences) for each time step."""
     places = []
     start = 0
     for n in batch_sizes.tolist():
@@ -86,7 +86,7 @@ def _places(batch_sizes: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _rows(packed: PackedSequence) -> list[int]:
-    """Return the number that each packed sequence has in the batch, longest first."""
+    """Return each packed sequence's index in the batch, in packed order."""
     if packed.sorted_indices is None:
         return list(range(packed_rows(packed)))
     rows: list[int] = packed.sorted_indices.tolist()
@@ -103,12 +103,12 @@ def _pack(
     order = None
     if rows is not None:
         order = torch.tensor(rows, dtype=torch.int64, device=data.device)
-    # PackedSequence finds the unsorted indices itself.
+    # PackedSequence computes the unsorted indices itself.
     return PackedSequence(data.index_select(0, where), sizes, order)
 
 
 def split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
-    """Split a packed sequence by the rows of its batch; autograd knows the parts."""
+    """Split a packed sequence by the rows of its batch; autograd tracks the parts."""
     rows = _rows(packed)
     places = _places(packed.batch_sizes)
     parts = []
@@ -125,12 +125,12 @@ def split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSeq
 
 
 def join_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
-    """Join packed sequences into one, their batches one behind the other.
+    """Join packed sequences into one, with their batches one after another.
 
-    It has no sorted indices where none of the parts has them and the whole is sorted
-    as it stands.
+    It has no sorted indices if none of the parts has them and the whole is already
+    sorted by length.
     """
-    sequences: list[tuple[int, list[int]]] = []  # of each: its row, its entries
+    sequences: list[tuple[int, list[int]]] = []  # (row, entries) of each sequence
     n_entries = 0
     n_rows = 0
     for part in parts:
@@ -153,7 +153,7 @@ def join_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
 
 
 def join_arrays(arrays: Sequence[np.ndarray[Any, Any]], dim: int) -> Any:
-    """Join arrays of which some are of a subclass: masked ones keep their masks."""
+    """Join arrays if some are of a subclass; masked arrays keep their masks."""
     import numpy as np
 
     arrays = [np.atleast_1d(array) for array in arrays]

@@ -1,8 +1,8 @@
-"""Sparse gradients: rows of torch's tensors, and tensors of rows.
+"""Sparse gradients: from torch's tensors to rows, and back.
 
-The native reducer calls these, once a parameter and a step, before the last operation
-of the step: what then becomes of gradients must not be interrupted.  "Rows" are a pair:
-their numbers, ascending and each once, or None where all are there; and their values.
+The native reducer calls these once per parameter and step, before the last operation of
+the step, because nothing may interrupt what follows it.  "Rows" are a pair: their
+indices, ascending and unique, or None for all rows; and their values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Rows = tuple[torch.Tensor | None, torch.Tensor]
 
 
 def read(parameter: torch.Tensor) -> Rows | None:
-    """Return the rows of a parameter's gradient, where it has one."""
+    """Return the rows of a parameter's gradient; None if it has no gradient."""
     if parameter.grad is None:
         return None
     grad = parameter.grad.detach()
@@ -32,18 +32,18 @@ def read(parameter: torch.Tensor) -> Rows | None:
 
 
 def _plain(values: torch.Tensor) -> torch.Tensor:
-    """Return the values as they are in memory: one block, nothing left to apply."""
+    """Return the values as one block of memory, with lazy conj and neg applied."""
     return values.resolve_conj().resolve_neg().contiguous()
 
 
 def room(
     parameter: torch.Tensor, n_rows: int | None
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Return new memory for the averages of as many rows, or of all.
+    """Return new memory for the averages of `n_rows` rows, or of all if None.
 
-    The rows come first, then the tensor that they make up.  The memory is never the
-    gradient's own: a rank in a shadow step keeps that, and so does one whose step fails
-    midway.
+    Returns the two parts of the rows, then the tensor over them.  The memory is never
+    the gradient's: a rank in a shadow step keeps its gradient, and so does a rank whose
+    step fails midway.
     """
     shape, device = parameter.shape, parameter.device
     if n_rows is None:
@@ -62,7 +62,7 @@ def room(
 
 
 def densify(grad: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-    """Return a dense copy, and in how many dimensions it was sparse; None if not."""
+    """Return a dense copy and the number of sparse dimensions; None if dense."""
     if grad.layout != torch.sparse_coo:
         return None
     return grad.detach().to_dense(), grad.sparse_dim()

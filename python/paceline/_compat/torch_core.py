@@ -1,6 +1,6 @@
-"""Every probe of torch: what differs by version, or has no public name.
+"""Probes of torch: what differs by version, or has no public name.
 
-Nothing else in the package asks for a torch version or touches a private name.
+Code outside ``_compat`` uses no private name of torch and does not check its version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RNN_COPY = torch.nn.RNNBase._replicate_for_data_parallel
 
 
 def key_error_message(message: str) -> str:
-    """Return what a ``KeyError`` prints as it is, over several lines."""
+    """Return the message as a string that a ``KeyError`` prints without escapes."""
     return torch._utils.KeyErrorMessage(message)
 
 
@@ -45,7 +45,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def attach() -> None:
-    """Hand torch's callables to the native module, once; torch is 2.4 or later."""
+    """Pass torch's callables to the native module, once; needs torch 2.4 or later."""
     if _version() < MINIMUM:
         raise ImportError(
             f"paceline needs torch {MINIMUM[0]}.{MINIMUM[1]} or newer, and this is "
@@ -57,7 +57,7 @@ def attach() -> None:
         after_node=after_node,
         is_grad_enabled=torch.is_grad_enabled,
         is_compiled=is_compiled_autograd,
-        # Of C: Ctrl-C cannot interrupt the end of a step.
+        # C functions, so that Ctrl-C cannot interrupt the end of a step.
         increment_version=torch._C._increment_version
         if _increments_several()
         else functools.partial(map, torch._C._increment_version),
@@ -82,7 +82,7 @@ def attach() -> None:
         packed_type=PackedSequence,
         marker_type=packed_sequence.Replicated,
         registry=_pytree.SUPPORTED_NODES,
-        # torch 2.10 and newer; before, tensors go through capsules
+        # torch 2.10 and newer; with older ones, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
         current_stream=torch_cuda.current_stream,
         empty_cache=torch_cuda.empty_cache,
@@ -94,7 +94,7 @@ _COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 
 def is_compiled_autograd() -> bool:
-    """Tell whether compiled autograd runs backward: final callbacks are not called."""
+    """Tell whether compiled autograd runs backward: it calls no final callbacks."""
     module = sys.modules.get(_COMPILED_AUTOGRAD)
     return any(
         getattr(module, flag, False)
@@ -103,7 +103,7 @@ def is_compiled_autograd() -> bool:
 
 
 def is_autograd_compiled() -> bool:
-    """Tell whether the backward to come may be compiled, with its nodes' hooks."""
+    """Tell whether the next backward may be compiled, with the hooks of its nodes."""
     config = sys.modules.get("torch._dynamo.config")
     return is_compiled_autograd() or getattr(config, "compiled_autograd", False)
 
@@ -117,10 +117,10 @@ _modules: Any = torch.nn.modules.module
 
 
 def accumulates(leaf: Any) -> bool:
-    """Tell, inside a backward, whether it adds to ``.grad`` of all that it reaches.
+    """Tell, inside a backward, whether it adds to ``.grad`` of every leaf it reaches.
 
-    Only a ``backward()`` without inputs runs the node of a leaf that nobody can ask
-    for; torch refuses to answer where gradients are returned.
+    `leaf` is the node of a leaf that the user cannot pass as an input, so that only a
+    ``backward()`` without inputs runs it.  torch raises if gradients are returned.
     """
     return torch_graph.will_run(leaf, is_returned=False)
 
@@ -132,13 +132,13 @@ _TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
 def is_torch_ddp(module: Any) -> bool:
     """Tell whether a module is torch's DistributedDataParallel, and not ours.
 
-    Its hooks are on nodes of the graph, where nothing shows them; ours are seen.
+    Torch's class puts its hooks on nodes of the graph, where we cannot find them.
     """
     return isinstance(module, _TorchDDP) and not hasattr(module, "_session")
 
 
 def warn_of_wrapper(module: torch.nn.Module, outer: type) -> None:
-    """Warn if the module to be wrapped is a data-parallel wrapper already."""
+    """Warn if the module to wrap is already a data-parallel wrapper."""
     if isinstance(module, (_TorchDP, _TorchDDP)):
         warnings.warn(
             f"{outer.__name__}(module): module is a {type(module).__name__} already, "
@@ -148,27 +148,27 @@ def warn_of_wrapper(module: torch.nn.Module, outer: type) -> None:
 
 
 def torch_ddp_in_forward() -> Any:
-    """Return torch's wrapper that runs its forward now, or None."""
+    """Return the wrapper of torch's class that runs its forward now, or None."""
     active = getattr(_TorchDDP, "_active_ddp_module", None)
     return active if active is not None and is_torch_ddp(active) else None
 
 
 def is_compile_used() -> bool:
-    """Tell whether somebody has asked for ``torch.compile`` in this process."""
+    """Tell whether this process has used ``torch.compile``."""
     module = sys.modules.get("torch._dynamo.eval_frame")
     if module is None:
         return False
     backends = getattr(module, "cached_backends", None)
     if backends is None:
         return True
-    return any(backends.values())  # None stands for code that is to be left as it is
+    return any(backends.values())  # None marks code that dynamo does not compile
 
 
 def exchange_active_ddp(wrapper: Any) -> Any:
-    """Say whose forward runs, for dynamo to split graphs at buckets; return who did.
+    """Set the wrapper whose forward runs, and return the previous one.
 
-    It is an attribute of torch's class: to set it makes Python forget what it knows of
-    that class and ours, which costs 4 us a forward.
+    Dynamo splits graphs at its buckets.  The attribute is one of torch's class: setting
+    it clears Python's caches of that class and of ours, which costs 4 us a forward.
     """
     before = _TorchDDP._active_ddp_module
     _TorchDDP._active_ddp_module = wrapper
@@ -178,7 +178,7 @@ def exchange_active_ddp(wrapper: Any) -> Any:
 def run_backward(
     outputs: list[torch.Tensor], gradients: list[torch.Tensor], keep_graph: bool
 ) -> None:
-    """Add to ``.grad`` of what `outputs` depend on, with no more ado than it takes.
+    """Run backward from `outputs`, and add to ``.grad`` of the leaves.
 
     ``torch.autograd.backward`` does the same after 20 us of checks and defaults.
     """
@@ -203,7 +203,7 @@ def _increments_several() -> bool:
 
 
 def increment_version(tensors: Any) -> None:
-    """Tell autograd that tensors were overwritten: one, or several."""
+    """Tell autograd that one or several tensors were overwritten."""
     if isinstance(tensors, torch.Tensor) or _increments_several():
         torch.autograd.graph.increment_version(tensors)
         return
@@ -212,11 +212,11 @@ def increment_version(tensors: Any) -> None:
 
 
 def after_node(node: Any, call: Callable[[], Any]) -> None:
-    """Have `call` called once, when the node that is evaluated now is over.
+    """Call `call` once, after the node under evaluation.
 
-    A hook on the node does it, where torch looks for hooks after the evaluation.  An
-    early torch has looked before; there the first node that follows does it, when it
-    begins.  Only the node itself holds `call`.
+    A hook on the node calls it, if torch collects hooks after the evaluation.  Early
+    versions collect them before: there a hook on the nodes that follow calls it, when
+    the first of them begins.  Only the node itself holds a reference to `call`.
     """
     handles: list[Any] = []
 
@@ -239,10 +239,10 @@ def after_node(node: Any, call: Callable[[], Any]) -> None:
 
 
 def at_end_of_backward(call: Any) -> None:
-    """Have the engine call `call` when the backward that runs now has ended.
+    """Have the engine call `call` when the current backward has ended.
 
-    Compiled autograd calls nobody, and drops `call` then.  That of an early torch takes
-    none; there it is held until the compiled function has returned.
+    Compiled autograd does not call it, but drops it then.  In early versions of torch
+    it refuses callbacks: `call` is then held until the compiled function has returned.
     """
     try:
         _queue_callback(call)
@@ -253,7 +253,7 @@ def at_end_of_backward(call: Any) -> None:
 
 
 class _Hold:
-    """A profile function that holds objects until a frame is left, in either way."""
+    """A profile function that holds objects until a frame returns or raises."""
 
     __slots__ = ("_frame", "held")
 
@@ -265,13 +265,13 @@ class _Hold:
         if frame is self._frame and event == "return":
             sys.setprofile(None)
             self._frame = None
-            self.held = None  # last: what it drops may have Python call it at once
+            self.held = None  # last: dropping an object may run code that calls this
 
 
 def _hold_while_compiled(thing: Any) -> None:
     hold: Any = sys.getprofile()
     if hold is None:
-        frame: Any = sys._getframe(1)  # its own would hold itself, and `thing`
+        frame: Any = sys._getframe(1)  # our own frame would hold itself, and `thing`
         while frame and frame.f_globals.get("__name__") != _COMPILED_AUTOGRAD:
             frame = frame.f_back
         if frame:
@@ -279,9 +279,9 @@ def _hold_while_compiled(thing: Any) -> None:
             sys.setprofile(hold)
     if type(hold) is not _Hold:
         raise RuntimeError(
-            f"compiled autograd of torch {torch.__version__} tells nobody when a "
-            "backward ends: a Python profiler (sys.setprofile) must not run meanwhile, "
-            "or use a newer torch"
+            f"compiled autograd of torch {torch.__version__} runs no callback when a "
+            "backward ends: turn off the Python profiler (sys.setprofile), or use a "
+            "newer torch"
         )
     hold.held.append(thing)
 
@@ -305,10 +305,10 @@ _PLAIN = frozenset(
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield what is in nested containers, but for plain values.
+    """Yield the leaves of nested containers, except plain values inside containers.
 
-    Tuples, lists, dicts, dataclasses and registered pytrees are opened, each of them
-    once: they may be nested to any depth, and hold themselves.
+    Opens tuples, lists, dicts, dataclasses and registered pytrees, each of them once:
+    they may be nested to any depth, and contain themselves.
     """
     met: dict[int, Any] = {}
     pending = [value]
@@ -337,7 +337,7 @@ def _children(value: Any) -> Iterable[Any] | None:
 
 
 def has_accelerator() -> bool:
-    """Tell whether torch's own DataParallel would find devices to use here."""
+    """Tell whether torch's own DataParallel would find devices here."""
     accelerator = getattr(torch, "accelerator", None)  # torch 2.6 and newer
     if accelerator is None:
         return torch.cuda.is_available()
@@ -347,7 +347,7 @@ def has_accelerator() -> bool:
 
 
 def is_profiling() -> bool:
-    """Tell whether a profiler would see a ``record_function``."""
+    """Tell whether a profiler would record a ``record_function``."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
 
 
@@ -363,26 +363,26 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has memory of its own: one that wraps others has none."""
+    """Tell whether a tensor has memory: a subclass that wraps others has none."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return what `count_holders` takes for a tensor's memory, while that lives."""
+    """Return a tensor's storage for `count_holders`; valid while the storage lives."""
     storage: int = tensor.untyped_storage()._cdata
     return storage
 
 
 def count_holders(storages: Iterable[int]) -> int:
-    """Return how many tensors hold any of these storages, and what else does."""
+    """Return the number of references to these storages, from tensors and others."""
     return sum(map(torch._C._storage_Use_Count, storages))
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have dynamo leave a function, and what it calls, as it is.
+    """Have dynamo compile neither a function nor what it calls.
 
-    Dynamo is costly to import: where nobody has, there is nothing to keep off.
+    Dynamo is costly to import, so this asks it only once the program has imported it.
     """
     disabled: Callable[..., Any] | None = None
 
@@ -403,7 +403,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def accumulation_node(parameter: torch.Tensor) -> Any:
     """Return the node of autograd's graph that adds to a parameter's ``.grad``.
 
-    A hook on it is not on the parameter, where it would be the user's.  None where a
+    A hook on the node does not mix with the user's hooks on the parameter.  None if a
     transform of ``torch.func`` runs, which has other graphs.
     """
     with torch.enable_grad():
@@ -412,7 +412,7 @@ def accumulation_node(parameter: torch.Tensor) -> Any:
 
 
 def has_buffer_property() -> bool:
-    """Tell whether ``broadcast_buffers`` is a deprecated name (torch 2.13)."""
+    """Tell whether torch has deprecated ``broadcast_buffers`` (2.13)."""
     ddp = torch.nn.parallel.DistributedDataParallel
     return isinstance(getattr(ddp, "broadcast_buffers", None), property)
 
@@ -420,26 +420,27 @@ def has_buffer_property() -> bool:
 def read_by_loader(
     frame: types.FrameType | None, depth: int = 4
 ) -> tuple[int, dict[str, Any]]:
-    """Return how many batches a DataLoader's workers are given before its loop.
+    """Return how many batches a DataLoader gives its workers before its loop begins.
 
-    Return its iterator's attributes, too: ``_num_yielded`` counts what its loop has
-    got.  Who had the iterator itself would keep its workers alive.  ``frame`` asks for
-    the sampler's iterator; what calls it may wrap the sampler.
+    Return the attributes of its iterator too: ``_num_yielded`` counts the batches that
+    the loop has received.  A reference to the iterator itself would keep its workers
+    alive.  ``frame`` called the sampler's ``__iter__``; up to `depth` callers may wrap
+    it.
     """
     owner = frame.f_locals.get("self") if frame is not None else None
     if isinstance(owner, dataloader._BaseDataLoaderIter):
         loader = frame.f_locals.get("loader") if frame is not None else None
         if owner._num_workers > 1 and not getattr(loader, "in_order", True):
-            raise ValueError("this sampler counts batches in order: in_order=True")
+            raise ValueError("this sampler counts batches in order: set in_order=True")
         n_each = getattr(owner, "_prefetch_factor", None) or 0
         return n_each * owner._num_workers, vars(owner)
     return read_by_loader(frame.f_back, depth - 1) if frame and depth else (0, {})
 
 
 def skip_frames(*functions: Any) -> None:
-    """Have dynamo run functions as they are, and compile what they call.
+    """Have dynamo leave functions uncompiled, but compile what they call.
 
-    Dynamo is costly to import; where its C part cannot say it, nothing is said.
+    Only uses dynamo's C part, as dynamo is costly to import; does nothing without it.
     """
     try:
         native: Any = torch._C._dynamo.eval_frame

@@ -1,4 +1,4 @@
-"""What of torch is private or differs by version, about GPUs: see torch_core.py."""
+"""Probes of torch for GPUs: what is private, or differs by version."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 
 def current_stream(index: int) -> int:
-    """Return the stream that this thread's work on a GPU goes to: a CUstream.
+    """Return this thread's current stream on a GPU, as a CUstream.
 
-    For a torch whose tensors have no table of DLPack's to ask.
+    Used if torch's tensors have no DLPack exchange table, which also returns it.
     """
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def is_capturing() -> bool:
-    """Tell whether a CUDA graph is captured on the current stream."""
+    """Tell whether the current stream is capturing a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def generator_state(index: int) -> Any:
-    """Return what changes where random numbers are drawn on a GPU."""
+    """Return a value that changes when random numbers are drawn on a GPU."""
     generator = torch.cuda.default_generators[index]
     offset = getattr(generator, "get_offset", None)
     if offset is None:
@@ -33,18 +33,18 @@ def generator_state(index: int) -> Any:
 
 
 def size(index: int) -> tuple[int, int]:
-    """Return the bytes of a GPU's memory, and how many multiprocessors it has."""
+    """Return a GPU's bytes of memory and its number of multiprocessors."""
     properties: Any = torch.cuda.get_device_properties(index)
     return properties.total_memory, properties.multi_processor_count
 
 
 def empty_cache() -> None:
-    """Give back the GPUs' memory that torch keeps for tensors to come."""
+    """Free the GPU memory that torch caches for new tensors."""
     torch.cuda.empty_cache()
 
 
 def is_rocm() -> bool:
-    """Tell whether what this torch calls CUDA is AMD's ROCm."""
+    """Tell whether this torch is built for AMD's ROCm, which it also calls CUDA."""
     return getattr(torch.version, "hip", None) is not None
 
 
@@ -56,7 +56,7 @@ def build() -> str:
 
 
 def why_no_cuda() -> str:
-    """Return why this process can use no GPU; nothing where it can."""
+    """Return why this process can use no GPU; an empty string if it can."""
     if is_rocm():
         return "this torch is built for ROCm, not for CUDA"
     if torch.version.cuda is None:
@@ -67,20 +67,20 @@ def why_no_cuda() -> str:
 
 
 def major_of_cuda() -> str:
-    """Return the major version of CUDA that torch was built for: "13", say."""
+    """Return the major version of CUDA that torch was built for, such as "13"."""
     return (torch.version.cuda or "").partition(".")[0]
 
 
 def identity(index: int, counts_parts: bool) -> str:
-    """Return what tells a GPU from all others of a host; nothing where torch cannot.
+    """Return text that identifies a GPU on its host; empty if torch has none.
 
     Parameters
     ----------
     index : int
-        As torch counts.
+        torch's index of the device.
     counts_parts : bool
-        Whether two parts of one card (MIG) are two GPUs: they have one address on the
-        PCI bus, and a UUID each.
+        Whether two parts of one card (MIG) count as two GPUs.  They share the address
+        on the PCI bus, but each has a UUID.
     """
     properties: Any = torch.cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
@@ -96,7 +96,7 @@ def identity(index: int, counts_parts: bool) -> str:
 
 @functools.cache
 def library_folders() -> list[Path]:
-    """Return where torch looks for the libraries that its wheel needs."""
+    """Return the folders where torch looks for the libraries that its wheel needs."""
     folders = [Path(torch.__file__).parent / "lib"]
     for path in sys.path:
         folders += sorted(Path(path).glob("nvidia/*/lib"))

@@ -1,7 +1,7 @@
-"""What backwards ask of torch: which nodes run, and what vmap has wrapped.
+"""Probes of torch during a backward: which nodes run, and what vmap has wrapped.
 
-There are two kinds of vmap: that of ``torch.func``, and an older one, by which
-``is_grads_batched=True`` works.  Either gives a tensor that stands for many.
+There are two vmaps: that of ``torch.func``, and an older one, which implements
+``is_grads_batched=True``.  With both, one tensor stands for a batch of tensors.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OLD, _NEW = [_C._parse_dispatch_key(name) for name in ("Batched", "FuncTorchBat
 
 
 def will_run(node: Any, is_returned: bool = True) -> bool:
-    """Tell, inside a backward, whether anybody wants a node's gradient.
+    """Tell, inside a backward, whether the engine will run a node.
 
-    torch refuses to answer of a leaf whose gradient is to be returned: the answer is
-    then ``is_returned``.
+    torch raises for a leaf whose gradient the backward returns; the answer is then
+    ``is_returned``.
     """
     try:
         return bool(_C._will_engine_execute_node(node))
@@ -38,19 +38,19 @@ def will_run(node: Any, is_returned: bool = True) -> bool:
 
 
 AT_ONCE = 2**62
-"""The turn of a node that is to run before all others that could; see set_turn()."""
+"""The turn of a node that runs before all other ready nodes; see set_turn()."""
 
 
 def set_turn(node: Any, turn: int) -> None:
-    """Have a backward run a node before all that are ready and have a lower number.
+    """Have a backward run a node before all ready nodes with a lower number.
 
-    Nodes have the number in which they were made, by thread; with 0 comes the last.
+    By default, each thread numbers nodes in the order of creation; 0 runs last.
     """
     node._set_sequence_nr(turn)
 
 
 def is_functional_call(module: torch.nn.Module) -> bool:
-    """Tell whether this thread runs ``module`` in a call of ``functional_call``."""
+    """Tell whether this thread runs ``module`` inside ``functional_call``."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _stateless._functional_call.__code__:
@@ -67,7 +67,7 @@ _is_rpc_used = getattr(
 
 
 current_task: Callable[[], int] = _C._current_graph_task_id
-"""Return the number of the backward that runs in this thread; -1: none."""
+"""Return the number of the backward that runs in this thread, or -1."""
 
 
 def is_rpc_used() -> bool:
@@ -76,7 +76,7 @@ def is_rpc_used() -> bool:
 
 
 def current_context() -> int | None:
-    """Return the context of ``torch.distributed.autograd`` that this thread is in."""
+    """Return this thread's context of ``torch.distributed.autograd``, or None."""
     try:
         return int(_C._distributed_autograd._current_context()._context_id())
     except RuntimeError:
@@ -84,7 +84,7 @@ def current_context() -> int | None:
 
 
 def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return what a context of ``torch.distributed.autograd`` has; {}: it is over."""
+    """Return the gradients in a context of ``torch.distributed.autograd``, if alive."""
     try:
         return dict(_C._distributed_autograd.get_gradients(context))
     except RuntimeError:
@@ -92,23 +92,23 @@ def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def is_forward_mode() -> bool:
-    """Tell whether forward-mode differentiation is on: tensors may carry tangents."""
+    """Tell whether forward-mode differentiation is on: tensors may have tangents."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def is_transformed() -> bool:
-    """Tell whether tensors may be more than their values: under vmap, say."""
+    """Tell whether tensors may carry more than values, as under vmap."""
     return is_forward_mode() or torch_modes.has_transform()
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is one of vmap's, old or new: many at once, behind one."""
+    """Tell whether a tensor stands for a batch, under the old or the new vmap."""
     keys = _C._dispatch_keys(tensor)
     return any(key is not None and keys.has(key) for key in (_OLD, _NEW))
 
 
 class Batch:
-    """Tensors, some of them vmap's, taken apart along its innermost dimension."""
+    """Tensors, some of them batched, split along the innermost vmap's dimension."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         levels = [
@@ -118,7 +118,7 @@ class Batch:
         ]
         self._vmap = _new_vmap if levels else _old_vmap
         self._level = max(levels) if levels else _old_level()
-        # What is not of vmap comes as a stack of one, and is the same for all.
+        # A tensor that is not batched becomes a stack of one, and is expanded below.
         stacks = [None if t is None else self._take_off(t) for t in tensors]
         self._size = max((len(t) for t in stacks if t is not None), default=0)
         self._stacks = [
@@ -130,14 +130,14 @@ class Batch:
         return stack
 
     def rows(self) -> list[tuple[torch.Tensor | None, ...]]:
-        """Return what each of the many was given."""
+        """Return the tensors of each element of the batch."""
         return [
             tuple(None if stack is None else stack[i] for stack in self._stacks)
             for i in range(self._size)
         ]
 
     def join(self, column: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Return one tensor of vmap for what has come of each row, or None."""
+        """Return one batched tensor of the results of all rows, or None."""
         example = next((t for t in column if t is not None), None)
         if example is None:
             return None
@@ -148,7 +148,7 @@ class Batch:
 
 
 def _old_level() -> int:
-    """Return how deep the older vmaps are that run now."""
+    """Return the nesting depth of the older vmap."""
     level = int(_C._vmapmode_increment_nesting()) - 1
     _C._vmapmode_decrement_nesting()
     return level
@@ -162,7 +162,7 @@ def output_tensors(output: Any) -> list[torch.Tensor]:
 def mask_of_shown(
     outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> bytes:
-    """Return a byte a leaf: whether the graph of `outputs` has it, as torch looks."""
+    """Return one byte per leaf: whether the graph of `outputs` contains it."""
     return _mask(_nodes_behind(outputs), outputs, leaves)
 
 

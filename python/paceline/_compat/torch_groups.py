@@ -1,4 +1,4 @@
-"""What of torch's process groups is private or differs by version."""
+"""Probes of torch's process groups: what is private, or differs by version."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 _LATE = re.compile("tim(ed|e)[- ]?out", re.IGNORECASE)
 _LOST = re.compile("by peer|broken pipe|ncclRemoteError", re.IGNORECASE)
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-"""What ``init_process_group`` uses where no timeout is given (Gloo)."""
+"""The timeout of ``init_process_group`` if none is given (Gloo)."""
 DEFAULT_NCCL_TIMEOUT_SECONDS = 600.0
-"""The same, where NCCL carries the tensors."""
+"""The same if NCCL carries the tensors."""
 
 
 def default_group() -> dist.ProcessGroup:
@@ -28,13 +28,13 @@ def default_group() -> dist.ProcessGroup:
     return c10d._get_default_group()
 
 
-@functools.cache  # once is enough
+@functools.cache  # registers once
 def wait_for_gloo_at_exit() -> None:
-    """Let Gloo's threads drop what the last collectives held, before Python ends.
+    """Let Gloo's threads drop the tensors of the last collectives before Python exits.
 
-    They do so behind the back of who waited, and a tensor that a thread drops when
-    Python ends aborts the process; torch 2.13 does not prevent it where anybody, such
-    as a wrapper, still holds the group.
+    They may do so after the wait for a collective has returned.  If a thread drops a
+    tensor while Python exits, the process aborts.  torch 2.13 does not prevent that if
+    something, such as a wrapper, still holds the group.
     """
     atexit.register(time.sleep, 0.05)
 
@@ -57,28 +57,28 @@ def is_debugging() -> bool:
 
 
 def is_default_group(group: dist.ProcessGroup) -> bool:
-    """Tell whether ``group`` is the default one."""
+    """Tell whether ``group`` is the default group."""
     return dist.is_initialized() and group is c10d._get_default_group()
 
 
 def group_rank(group: dist.ProcessGroup) -> int:
-    """Return this rank in ``group``; -1 where it is none of the group's.
+    """Return this process's rank in ``group``, or -1 if it is not a member.
 
-    A group that nobody registered (a subclass in Python, say) knows for itself.
+    Asks the group itself, which may be unregistered (such as a subclass in Python).
     """
     if not hasattr(group, "rank"):
-        return -1  # the token that new_group() gives to ranks outside
+        return -1  # the token that new_group() returns on ranks outside
     return int(group.rank())
 
 
 def is_group_or_token(value: Any) -> bool:
-    """Tell a process group, and what ``new_group()`` gives to ranks outside."""
+    """Tell whether a value is a process group, or ``new_group()``'s token outside."""
     token = c10d.GroupMember.NON_GROUP_MEMBER
     return hasattr(value, "rank") or (type(value) is type(token) and value == token)
 
 
 def is_mesh_slice(mesh: Any) -> bool:
-    """Tell whether a device mesh is a part of a larger one."""
+    """Tell whether a device mesh is a slice of a larger one."""
     root = getattr(mesh, "_get_root_mesh", None)
     if root is not None:
         return bool(root() != mesh)
@@ -92,20 +92,20 @@ def is_mesh_slice(mesh: Any) -> bool:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is one rank's part of a larger one."""
+    """Tell whether a tensor is a DTensor: one rank's part of a larger tensor."""
     return hasattr(tensor, "to_local")
 
 
 def localize(module: torch.nn.Module, is_transformed: bool) -> None:
-    """Have a module's DTensors, of tensor parallelism, be parameters of local tensors.
+    """Replace a module's DTensors, of tensor parallelism, by local parameters.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The module; unchanged where it has no such parameter.
+        The module; stays unchanged if it has no such parameter.
     is_transformed : bool
-        Whether to run torch's transform, as torch's wrapper does where its mesh is a
-        slice of a larger one.  Users may have run it themselves.
+        Whether to run torch's transform, as torch's wrapper does if its mesh is a slice
+        of a larger one.  The user may have run it before.
     """
     if is_transformed:
         from torch.distributed.tensor.parallel import ddp
@@ -117,11 +117,11 @@ def localize(module: torch.nn.Module, is_transformed: bool) -> None:
 
 
 def _make_dtensors(module: torch.nn.Module, _inputs: Any) -> None:
-    """Make DTensors of the local parameters, in the place of torch's hook.
+    """Make DTensors of the local parameters, as torch's hook does.
 
-    From its first forward on the module has these DTensors as plain attributes, and no
-    longer the parameters.  The gradients reach them only by a graph, so that is
-    recorded in an evaluation too.
+    From its first forward on, the module has these DTensors as plain attributes instead
+    of the parameters.  Gradients reach the parameters only through a graph, so it is
+    recorded even under ``no_grad`` and ``inference_mode``.
     """
     from torch.distributed.tensor.parallel import ddp
 
@@ -140,7 +140,7 @@ def _make_dtensors(module: torch.nn.Module, _inputs: Any) -> None:
 
 
 def dtensor_parameters(part: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters of one module that it has as DTensors now."""
+    """Return the parameters that one module currently holds as DTensors."""
     return [
         (name, value._paceline_parameter)
         for name, value in vars(part).items()
@@ -149,17 +149,17 @@ def dtensor_parameters(part: torch.nn.Module) -> list[tuple[str, torch.nn.Parame
 
 
 def own_parameters(part: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters of one module, by its own method, DTensors among them."""
+    """Return the parameters of one module, by its own method, and its DTensors."""
     return [*part.named_parameters(recurse=False), *dtensor_parameters(part)]
 
 
 def broadcast(group: dist.ProcessGroup, tensors: list[torch.Tensor], root: int) -> None:
-    """Overwrite every rank's tensors with one rank's, as torch's own wrapper does."""
+    """Overwrite every rank's tensors with the root's, as torch's own wrapper does."""
     dist._broadcast_coalesced(group, tensors, 250 * 2**20, root)  # type: ignore[attr-defined]
 
 
 def group_store(group: dist.ProcessGroup) -> Any:
-    """Return the key-value store that ``group`` was made over, if torch shows it."""
+    """Return the key-value store that ``group`` was created with, or None."""
     try:
         return c10d._world.pg_map[group][1]
     except (AttributeError, KeyError, IndexError, TypeError):
@@ -180,19 +180,19 @@ def make_local_store() -> Any:
 
 
 def connect_store(host: str, port: int, timeout: datetime.timedelta) -> Any:
-    """Return a store that somebody else's process serves."""
+    """Return a client of the store that another process serves."""
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
 def store_below(prefix: str, store: Any) -> Any:
-    """Return the part of a store whose keys begin so."""
+    """Return the part of a store whose keys begin with ``prefix``."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 def make_tcp_server(address: str) -> tuple[Any, int]:
-    """Return a key-value store that listens at a free port, and the port.
+    """Return a key-value store that listens on a free port, and the port.
 
-    It listens until it is collected.
+    It listens until it is garbage-collected.
     """
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address, 0, is_master=True, wait_for_workers=False
@@ -201,35 +201,35 @@ def make_tcp_server(address: str) -> tuple[Any, int]:
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """Return the name by which all ranks know ``group``."""
+    """Return the name that ``group`` has on all ranks."""
     return str(group.group_name)
 
 
 def backends_by_device() -> str:
-    """Return what carries each device's tensors by default: "cpu:gloo,cuda:nccl"."""
+    """Return the default backend of each device type: "cpu:gloo,cuda:nccl"."""
     return str(c10d.get_backend_config())
 
 
 def cpu_backend_name(group: dist.ProcessGroup) -> str:
-    """Return the name of what carries CPU tensors in ``group``: ``"gloo"``, say.
+    """Return the name of the backend for CPU tensors in ``group``, such as ``"gloo"``.
 
-    A subclass in Python that is no registered group has the name of its class.
+    For an unregistered subclass in Python, return the name of its class.
     """
     with suppress(RuntimeError, AttributeError):
         return str(group._get_backend(torch.device("cpu")).name())
     try:
         return str(dist.get_backend(group))
-    except (ValueError, TypeError):  # of an early torch: its own assertion
+    except (ValueError, TypeError):  # early versions of torch raise TypeError
         return type(group).__name__
 
 
 def all_gather_options() -> Any:
-    """Return the options of an all-gather, which a group in Python may insist on."""
+    """Return the options of an all-gather, which a group in Python may require."""
     return c10d.AllgatherOptions()  # type: ignore[attr-defined]
 
 
 def is_device_bound(group: dist.ProcessGroup) -> bool:
-    """Tell whether ``group`` carries a GPU's tensors and none of the CPU (NCCL)."""
+    """Tell whether ``group`` carries only tensors of a GPU, as NCCL's groups do."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -246,9 +246,9 @@ def _device_backend(group: dist.ProcessGroup) -> Any:
 
 
 def make_gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
-    """Return a group of the same ranks over Gloo, which nobody else knows of.
+    """Return a private Gloo group of the same ranks.
 
-    It is no registered one: those are numbered by how many each rank has made.
+    It is not registered: torch numbers registered groups by how many a rank has made.
     """
     timeout = datetime.timedelta(seconds=seconds)
     prefixed = dist.PrefixStore("gloo", store)  # type: ignore[attr-defined]
@@ -256,7 +256,7 @@ def make_gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
 
 
 def group_timeout_seconds(group: dist.ProcessGroup, device_type: str = "cpu") -> float:
-    """Return the user's timeout of a group, of the backend of `device_type` first."""
+    """Return the user's timeout of a group: that of `device_type`'s backend first."""
     for kind in dict.fromkeys((device_type, "cpu", "cuda")):
         with suppress(RuntimeError, AttributeError):
             timeout: datetime.timedelta = group._get_backend(

@@ -1,4 +1,4 @@
-"""What of torch each thread has of its own: modes, transforms, hooks."""
+"""Probes of torch's state per thread: modes, transforms, hooks."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _top_hooks = getattr(_hooks, "_top_saved_tensors_default_hooks", None)
 
 
 def function_modes() -> list[Any]:
-    """Return the modes that see each call of torch on this thread."""
+    """Return the modes that intercept torch's functions on this thread."""
     return [_function_mode(i) for i in range(_count_function_modes())]
 
 
 def is_device_mode(mode: Any) -> bool:
-    """Tell whether a mode is a default device, which other threads can be given."""
+    """Tell whether a mode is a default device, which other threads can also use."""
     return type(mode) is DeviceContext
 
 
 def binds_to_thread() -> bool:
-    """Tell whether something is on that no other thread sees, other than modes.
+    """Tell whether this thread has state that others lack, besides function modes.
 
-    Hooks on saved tensors are not meant: they see replica 0's.
+    Hooks on saved tensors do not count: they see replica 0's tensors.
     """
     return bool(
         count_dispatch_modes()
@@ -62,29 +62,29 @@ def binds_to_thread() -> bool:
 
 
 def has_transform() -> bool:
-    """Tell whether a transform of torch.func is on: vmap, grad."""
+    """Tell whether a transform of torch.func is on, such as vmap or grad."""
     return _transform() is not None
 
 
 def without_transforms() -> AbstractContextManager[Any]:
-    """Return a context in which new tensors are plain, whatever transform is on."""
+    """Return a context in which new tensors are plain, even if a transform is on."""
     context: AbstractContextManager[Any] = _without_transforms()
     return context
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Return a context in which no mode or subclass sees calls of torch."""
+    """Return a context in which no mode or subclass intercepts torch's functions."""
     context: AbstractContextManager[Any] = _C.DisableTorchFunction()
     return context
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Tell whether hooks on saved tensors are on in this thread, or are forbidden."""
+    """Tell whether hooks on saved tensors are on in this thread, or forbidden."""
     if _are_hooks_forbidden():
         return True
     if _top_hooks is not None:
         return _top_hooks(True) is not None
-    try:  # to forbid them is an error where there are some
+    try:  # forbidding them raises if some are on
         _hooks._saved_tensors_hooks_disable("paceline asks whether hooks are on")
     except RuntimeError:
         return True
@@ -98,10 +98,10 @@ def _are_hooks_forbidden() -> bool:
 
 
 def without_saved_tensors_hooks(call: Callable[[], Any]) -> Any:
-    """Return what a call returns; of hooks on saved tensors none are on meanwhile.
+    """Return the result of a call made without hooks on saved tensors.
 
-    Where they cannot be asked for, others are put over them that leave tensors as they
-    are; torch does not see then that such a tensor was changed in place.
+    If torch cannot remove them, hooks that return tensors unchanged are put on top.
+    Then torch does not detect that a saved tensor was changed in place.
     """
     if _are_hooks_forbidden() or not has_saved_tensors_hooks():
         return call()

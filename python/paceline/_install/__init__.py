@@ -1,5 +1,5 @@
-"""Paceline's classes under torch's names, here and in the processes started here.
+"""Binds torch's names to Paceline's classes, in this process and its children.
 
-``rebind.py`` puts the names, ``import_hook.py`` waits for torch to be imported, and
-``startup/`` is what Python imports when a child process begins.
+``rebind.py`` binds the names, ``import_hook.py`` waits for the import of torch, and
+Python imports ``startup/`` when a child process starts.
 """

@@ -1,7 +1,7 @@
-"""Does something as soon as torch is imported, and costs nothing until then.
+"""Runs an action as soon as torch is imported, and costs nothing until then.
 
-Loaded by its path in processes that have not imported paceline, and may never: it
-imports nothing but the standard library.
+Processes that have not imported paceline load this file by its path, so it imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_MARK = "is_paceline_import_hook"  # a hook may be of another copy of this module
+_MARK = "is_paceline_import_hook"  # also marks hooks of other copies of this module
 
 
 class _ImportHook:
-    """A finder that finds nothing, but has what follows the import of torch done."""
+    """A finder that uses the other finders, and adds the action to torch's loader."""
 
     is_paceline_import_hook = True
 
@@ -44,7 +44,7 @@ class _ImportHook:
 
 
 class _Loader:
-    """A module's own loader, with something to do after it."""
+    """A module's own loader, followed by the action."""
 
     def __init__(self, loader: Any, hook: _ImportHook) -> None:
         self._loader = loader
@@ -61,22 +61,22 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        if self._hook in sys.meta_path:  # else it has been called off meanwhile
+        if self._hook in sys.meta_path:  # end() may have removed it meanwhile
             sys.meta_path.remove(self._hook)
             self._hook.action()
 
 
 def begin(action: Callable[[], None]) -> None:
-    """Call `action` right after torch is imported; once, and once for all who ask."""
+    """Call `action` once, right after torch is imported; later calls change nothing."""
     if not is_on():
         sys.meta_path.insert(0, _ImportHook(action))
 
 
 def is_on() -> bool:
-    """Tell whether the import of torch is waited for."""
+    """Tell whether a hook waits for the import of torch."""
     return any(hasattr(finder, _MARK) for finder in sys.meta_path)
 
 
 def end() -> None:
-    """Wait no longer."""
+    """Remove the hook."""
     sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, _MARK)]

@@ -1,33 +1,33 @@
-"""Puts paceline's classes under torch's names, here and in the processes started here.
+"""Binds torch's names to Paceline's classes, in this process and its children.
 
-``torch.nn.DataParallel``, and in ``torch.nn.parallel`` ``DataParallel``,
-``DistributedDataParallel`` and ``data_parallel``, are set to ours, and so they are in
-the submodules that define them.  Of those ``torch.nn.parallel.distributed`` is special:
-the code of torch's class looks its own name up there (the join hook's ``isinstance``,
-``_active_ddp_module``), and must find torch's.  So that module stays as it is, and a
-copy of it, with our class, takes its place in ``sys.modules``.
+``torch.nn.DataParallel`` is set to ours; so are ``DataParallel``, ``data_parallel`` and
+``DistributedDataParallel`` in ``torch.nn.parallel`` and in the submodules that define
+them.  ``torch.nn.parallel.distributed`` is special: the code of torch's class looks up
+its own name there (the join hook's ``isinstance``, ``_active_ddp_module``), and must
+find torch's class.  So that module keeps its names, and a copy of it, with our class,
+replaces it in ``sys.modules``.
 
-Our classes derive from torch's, so what torch compares with its own class holds for
-ours as well: asserts, ``functional_call``, checkpoints, ONNX, dynamo.  A module of
-torch that is imported later compares with ours instead, and so does a program, for
-which a wrapper that torch's class has made before is none.  Not set: ``replicate``,
-``scatter``, ``gather`` and ``parallel_apply``, whose devices are GPUs.
-``torch.distributed._composable.replicate`` makes wrappers for programs: it is given our
-class also if it was imported before.
+Our classes derive from torch's, so torch's checks for its own class accept ours too:
+asserts, ``functional_call``, checkpoints, ONNX, dynamo.  Modules of torch that are
+imported later, and programs, check for our class instead, and do not accept a wrapper
+that torch's class made before.  ``replicate``, ``scatter``, ``gather`` and
+``parallel_apply`` stay torch's: their devices are GPUs.
+``torch.distributed._composable.replicate`` makes wrappers for programs, so it gets our
+class even if it was imported before.
 
-A module that was imported before and did ``from torch.nn.parallel import ...`` holds
-torch's class, and goes on with it: ``install()`` warns, and names such modules.
+A module that was imported before and did ``from torch.nn.parallel import ...`` keeps
+torch's class: ``install()`` warns, and names such modules.
 
-Pickles.  A pickle names torch's class by its public name, so while installed it makes
-one of ours of a DataParallel (torch's where its devices are GPUs); a
-DistributedDataParallel stays torch's.  An object of torch's class that was made before
-can still be pickled, as what loads with torch alone.
+Pickles.  A pickle refers to torch's class by its public name.  While installed, loading
+a DataParallel makes one of ours (torch's if its devices are GPUs), and loading a
+DistributedDataParallel makes torch's.  Objects of torch's class that were made before
+can still be pickled, and load with torch alone.
 
-Children.  ``PACELINE_INSTALL=1`` says that children are to be installed too, and a
-folder in front of ``PYTHONPATH`` holds a ``sitecustomize`` that does it, right after
-torch is imported; then it takes itself away and runs the one that was there before.
-Not reached: Python with ``-I``, ``-E`` or ``-S``, a child with an environment of its
-own, a fork server that was started before.
+Children.  ``PACELINE_INSTALL=1`` asks children to install too.  A folder at the front
+of ``PYTHONPATH`` holds a ``sitecustomize`` that does it right after torch is imported;
+it then removes itself and runs the ``sitecustomize`` that it hides.  It does not reach
+Python with ``-I``, ``-E`` or ``-S``, a child with another environment, or a fork server
+that was started before.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 _lock = threading.RLock()
 _is_bound = False
-_torchs: dict[str, Any] = {}  # name: torch's own, while bound
-_ours: dict[str, Any] = {}  # name: ours
-_put: list[tuple[ModuleType, str, Any]] = []  # module, name, what it was
-_before: dict[str, str | None] | None = None  # what the environment had, if changed
+_torchs: dict[str, Any] = {}  # name: torch's object, while bound
+_ours: dict[str, Any] = {}  # name: our object
+_put: list[tuple[ModuleType, str, Any]] = []  # module, name, old value
+_before: dict[str, str | None] | None = None  # old environment variables, if changed
 
 
 class Installation:
-    """What :func:`install` returns: at the end of a ``with`` block it is undone.
+    """The result of :func:`install`: the end of a ``with`` block uninstalls.
 
-    Where paceline was installed already, it stays so.
+    If paceline was already installed, it stays installed.
     """
 
     def __init__(self, is_first: bool) -> None:
@@ -96,25 +96,25 @@ class Installation:
 
 
 def install() -> Installation:
-    """Have programs use Paceline where they name torch's DataParallel or DDP.
+    """Make torch's names DataParallel and DistributedDataParallel mean Paceline's.
 
     From now on ``torch.nn.DataParallel``, ``torch.nn.parallel.DataParallel``,
     ``torch.nn.parallel.DistributedDataParallel``, ``torch.nn.parallel.data_parallel``
     are :class:`paceline.DataParallel`, :class:`paceline.DistributedDataParallel` and
     :func:`paceline.data_parallel`, in this process and in the Python processes that it
-    starts.  Call it before anything that imports these names; or change nothing, and
-    start the program by ``python -m paceline``.
+    starts.  Call it before any code imports these names.  To leave a program unchanged,
+    start it by ``python -m paceline`` instead.
 
     Returns
     -------
     Installation
-        A context manager that undoes it, if it was this call that installed.
+        A context manager that uninstalls at its end, if this call installed.
 
     Warns
     -----
     UserWarning
-        If modules have taken torch's class already, which they go on using; they are
-        named.
+        If modules have already imported torch's class: they go on using it.  The
+        warning names them.
 
     See Also
     --------
@@ -131,19 +131,18 @@ def install() -> Installation:
 
     Notes
     -----
-    torch is not imported by it.  Paceline's classes derive from torch's: what torch
-    checks with ``isinstance`` holds for them.  A wrapper that torch's class has made
-    before is none of ``torch.nn.parallel.DistributedDataParallel`` any more: wrap after
+    It does not import torch.  Paceline's classes derive from torch's, so they pass
+    torch's ``isinstance`` checks.  A wrapper that torch's class made before is not an
+    instance of ``torch.nn.parallel.DistributedDataParallel`` any more: wrap after
     installing.  May be called again.
 
     ``torch.nn.parallel.replicate``, ``scatter``, ``gather`` and ``parallel_apply``
     stay torch's.
 
-    Children are reached through the environment: ``PACELINE_INSTALL``, and a folder in
-    front of ``PYTHONPATH`` with a ``sitecustomize`` (one that is there already runs as
-    well).  Python with ``-I``, ``-E`` or ``-S``, and children that are given an
-    environment of their own, are not reached; nor is a ``forkserver`` that runs
-    already.
+    It reaches children through the environment: ``PACELINE_INSTALL``, and a folder at
+    the front of ``PYTHONPATH`` with a ``sitecustomize`` (an existing one runs too).  It
+    does not reach Python with ``-I``, ``-E`` or ``-S``, children that get another
+    environment, or a running ``forkserver``.
     """
     with _lock:
         is_first = not is_installed()
@@ -161,12 +160,12 @@ def install() -> Installation:
 def uninstall() -> None:
     """Undo :func:`install`: torch's names mean torch's classes again.
 
-    Objects that exist stay what they are.  Does nothing where nothing is installed.
+    Existing objects keep their class.  Does nothing if paceline is not installed.
 
     Warns
     -----
     UserWarning
-        If something else was put under one of the names meanwhile: it is left there.
+        If one of the names was set to something else meanwhile: it keeps that value.
 
     Examples
     --------
@@ -184,12 +183,12 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Tell whether torch's names are ours, or will be as soon as torch is imported."""
+    """Tell whether torch's names mean ours, or will once torch is imported."""
     return _is_bound or import_hook.is_on()
 
 
 def install_in_child() -> None:
-    """Bind what a parent process has asked for; torch has just been imported."""
+    """Bind the names if the parent process asks for it; torch was just imported."""
     if _environment.is_install_asked():
         with _lock:
             _bind()
@@ -219,7 +218,7 @@ def _bind() -> None:
 
 
 def _put_copy(home: str) -> None:
-    """Have a copy of a module found in its place; its functions keep their globals."""
+    """Replace a module by a copy; its functions keep the globals of the original."""
     own = sys.modules[home]
     copy = ModuleType(home, own.__doc__)
     vars(copy).update(vars(own))
@@ -230,7 +229,7 @@ def _put_copy(home: str) -> None:
 
 
 def _put_name(module: ModuleType, name: str) -> None:
-    """Set a name to ours; where somebody else has set it before, it stays his."""
+    """Set a name to our object, unless the program has set it to another one."""
     if vars(module).get(name) is _torchs[name]:
         _put.append((module, name, _torchs[name]))
         setattr(module, name, _ours[name])
@@ -259,14 +258,14 @@ def _unbind() -> None:
     _torchs.clear()
     if taken:
         warnings.warn(
-            f"something else was put under {', '.join(taken)} since "
-            "paceline.install(): it is left there",
+            f"{', '.join(taken)} changed since paceline.install(), and keeps the new "
+            "value",
             stacklevel=3,
         )
 
 
 def _warn_of_holders() -> None:
-    """Say which modules have taken torch's own before, and go on with it."""
+    """Warn of the modules that have already imported torch's own objects."""
     owned = {id(value): name for name, value in _torchs.items()}
     found: dict[str, set[str]] = {}
     for module in list(sys.modules.values()):
@@ -293,7 +292,7 @@ def _warn_of_holders() -> None:
 
 
 class _New:
-    """Makes an empty object of a class of torch's; in a pickle, by torch's name."""
+    """Makes an empty object of torch's class; a pickle refers to it by torch's name."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -306,7 +305,7 @@ class _New:
 
 
 class _Name:
-    """A class, pickled by a name that is looked up when it is loaded."""
+    """A class, pickled as a name that is looked up on loading."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -317,7 +316,7 @@ class _Name:
 
 
 def _reduce(wrapper: Any) -> tuple[Callable[[], Any], tuple[()], Any]:
-    """Reduce an object of torch's own class, while its name means ours."""
+    """Reduce an object of torch's own class while the name means ours."""
     return _New(type(wrapper)), (), wrapper.__reduce_ex__(2)[2]
 
 
@@ -343,7 +342,7 @@ def _reach_children() -> None:
 
 
 def reaches_children() -> bool:
-    """Tell whether the environment has what installs paceline in children."""
+    """Tell whether the environment makes children install paceline."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return _FOLDER in paths and _environment.is_install_asked()
 

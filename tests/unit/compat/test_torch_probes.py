@@ -214,7 +214,7 @@ def test_a_profiler_where_a_compiled_backward_must_be_watched_is_an_error():
         finally:
             sys.setprofile(None)
 
-    with pytest.raises(RuntimeError, match=r"a Python profiler .* must not run"):
+    with pytest.raises(RuntimeError, match="turn off the Python profiler"):
         run_as_compiled(hold)
 
 

@@ -115,7 +115,7 @@ def test_a_name_that_somebody_else_has_taken_is_theirs(monkeypatch):
     torch.nn.DataParallel = Theirs
     assert torch.nn.DataParallel is Theirs
     assert torch.nn.parallel.DataParallel is paceline.DataParallel
-    with pytest.warns(UserWarning, match=r"under torch\.nn\.DataParallel since"):
+    with pytest.warns(UserWarning, match=r"torch\.nn\.DataParallel changed since"):
         paceline.uninstall()
     assert torch.nn.DataParallel is Theirs
     assert torch.nn.parallel.DataParallel is TorchDP
@@ -171,7 +171,7 @@ def test_modules_with_the_names_travel_by_cloudpickle(installed):
 def test_a_deleted_name_stays_away(installed):
     del torch.nn.DataParallel
     assert not hasattr(torch.nn, "DataParallel")
-    with pytest.warns(UserWarning, match=r"under torch\.nn\.DataParallel since"):
+    with pytest.warns(UserWarning, match=r"torch\.nn\.DataParallel changed since"):
         paceline.uninstall()
     torch.nn.DataParallel = TorchDP
 

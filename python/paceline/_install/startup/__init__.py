@@ -1,4 +1,4 @@
-"""A folder for ``PYTHONPATH``: what is here reaches the children of a program.
+"""A folder for ``PYTHONPATH``: the children of a program run its ``sitecustomize``.
 
 See ``paceline._install.rebind``.  Nothing imports it as a package.
 """

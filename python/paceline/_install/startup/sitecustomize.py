@@ -1,19 +1,19 @@
 """The start-up hook of a process whose parent has called ``paceline.install()``.
 
-Python imports it as ``sitecustomize``, since this folder is first in ``PYTHONPATH``.
-It takes the folder out of ``sys.path``, hooks into the import of torch, and gives its
-place to the ``sitecustomize`` that would have been found without it, or to none.
+Python imports it as ``sitecustomize``, because this folder is first in ``PYTHONPATH``.
+It removes the folder from ``sys.path``, hooks into the import of torch, and then
+imports the ``sitecustomize`` that Python would have found without it, if any.
 
-It may be met by any Python, so it speaks the language of all of them; and it imports
-nothing of paceline, for most processes never import torch.
+Any version of Python may run it, so it uses only syntax that all of them accept.  It
+imports nothing of paceline, because most processes never import torch.
 """
 
 import os
 import sys
 
 
-def _install():  # type: ignore[no-untyped-def] # of any Python
-    """Install paceline, where this interpreter has it: another one may not."""
+def _install():  # type: ignore[no-untyped-def] # for any Python
+    """Install paceline, if this interpreter has it."""
     try:
         from paceline._install import rebind
     except ImportError:
@@ -27,7 +27,7 @@ if __name__ == "sitecustomize":
         if _entry.endswith("startup") and os.path.realpath(_entry) == _here:
             sys.path.remove(_entry)
             sys.path_importer_cache.pop(_entry, None)
-    if sys.version_info >= (3, 10):  # noqa: UP036 (this is met by others, too)
+    if sys.version_info >= (3, 10):  # noqa: UP036 (older ones may run this, too)
         import importlib.util
 
         _spec = importlib.util.spec_from_file_location(
@@ -38,7 +38,7 @@ if __name__ == "sitecustomize":
             _hook = importlib.util.module_from_spec(_spec)
             _spec.loader.exec_module(_hook)
             _hook.begin(_install)
-    # Whatever this raises is what Python would have met without us: no module of that
-    # name, or that module's own failure.
+    # This raises what Python would have met without us: no module of that name, or an
+    # error of that module.
     del sys.modules["sitecustomize"]
     __import__("sitecustomize")
