@@ -1,4 +1,4 @@
-/* pages.c - a private copy takes a mapping's place. */
+/* pages.c - replaces a shared mapping by a private copy. */
 #include "pages.h"
 
 #include <stdatomic.h>

@@ -3,7 +3,7 @@
  * The binding is written for one thread at a time.  In a free-threaded Python every
  * function that Python calls begins with PLI_ENTER: it takes one lock for the whole
  * extension, a critical section of the module.  Python releases the lock where it would
- * release the GIL, in Py_BEGIN_ALLOW_THREADS and wherever this thread blocks, and then
+ * release the GIL, in Py_BEGIN_ALLOW_THREADS and wherever the thread blocks, and then
  * takes it again.  So across a call into Python the lock guarantees what the GIL does,
  * and no more.
  *
