@@ -102,8 +102,8 @@ typedef struct pli_device_ops {
      * that memory, after `stream`. */
     void (*follow)(pl_comm *comm, pl_stream *stream);
     /* retain_memory() returns a further reference to the present device memory.
-     * renew() takes other memory, contents undefined, while no operation is in flight;
-     * retained memory stays.  Each rank may call them alone. */
+     * renew() takes other memory, contents undefined; no operation may be in flight.
+     * Retained memory stays.  Each rank may call them alone. */
     pli_memory_ref *(*retain_memory)(pl_comm *comm);
     pl_status (*renew)(pl_comm *comm);
     /* Collective, before the first step: runs operations as steps will issue them,

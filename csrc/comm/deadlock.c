@@ -37,7 +37,7 @@ static int waits(const pli_rank *rank)
 static int fail_if_waits_for_us(const pl_comm *other, const void *context)
 {
     if (other->host == NULL)
-        return 0; /* of several hosts: the ranks of each host have a world too */
+        return 0; /* of several hosts: each host's part is a world itself */
     const wait *at = context;
     const pli_shm_comm *there = (const pli_shm_comm *)(const void *)other;
     const pli_rank *peer_here = pli_rank_of(at->here->segment, at->rank);

@@ -53,10 +53,10 @@ pl_status pli_links_receive(pli_links *self, int host, pli_link_stream stream,
 /* PL_EPEER if a host has reported that it cannot go on. */
 pl_status pli_links_check(pli_links *self) PL_MUST_USE;
 
-/* Likewise, or if a host has reported that the step of this epoch failed there. */
+/* Likewise; also if a host has reported that the step of this epoch failed there. */
 pl_status pli_links_check_step(pli_links *self) PL_MUST_USE;
 
-/* As pli_links_check(), or if a host is gone, even if it has done its part. */
+/* As pli_links_check(); also if a host is gone, even one that has done its part. */
 pl_status pli_links_check_present(pli_links *self) PL_MUST_USE;
 
 /* PL_EPEER with the reason that a host sent, or is about to, for its failed step. */
@@ -66,7 +66,7 @@ pl_status pli_links_read_notice(pli_links *self, int host) PL_MUST_USE;
  * follows a failure of another. */
 void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers);
 
-/* Whether a host has been sent all of that; sends what it can. */
+/* Whether a failure has been sent to a host in full; sends what it can. */
 int pli_links_has_sent_failure(pli_links *self, int host);
 
 /* Tells every host which one this host has waited for, long, in operation `number`.
