@@ -38,7 +38,7 @@ def test_the_table_has_every_contestant_and_the_command_leaves_nothing():
     assert ours.startswith("digits  paceline.DistributedDataParallel  ")
     assert [line.count("[") for line in (plain, torch, ours)] == [0, 1, 2]
     assert advice.startswith("On this model")
-    assert last == "--quick: these are no figures to quote."
+    assert last == "--quick: do not quote these figures."
     assert children() == before
 
 

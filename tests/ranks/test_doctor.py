@@ -272,7 +272,7 @@ def test_a_torch_that_crashes_does_not_take_the_doctor_along(tmp_path):
     env = block(tmp_path, "torch", "import os; os.abort()")
     found = findings(env=env, start=subprocess.Popen)
     for name in ("torch", "cores"):
-        assert_said(found[name], "problem", "SIGABRT", "install torch anew")
+        assert_said(found[name], "problem", "SIGABRT", "reinstall torch")
     assert_said(found["links"], "ok")
 
 

@@ -1,7 +1,7 @@
-"""The program ``paceline``, which ``python -m paceline`` is too.
+"""The program ``paceline``, also started as ``python -m paceline``.
 
 The first word is a command's name; any other word is a Python program to run, so that
-``python -m paceline`` can stand where ``python`` did.
+``python -m paceline`` can replace ``python``.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ this process and in those that it starts.
   -h, --help     print this and exit
   -V, --version  print the version and exit
 
-Commands (a script of such a name: ./doctor, or run doctor):
+Commands (for a script of such a name: ./doctor, or run doctor):
 
   run            any of the above, by name: {program} run script.py
-  doctor         look at this machine: what is wrong for training, and what to do
+  doctor         check this machine: what is wrong for training, and what to do
   bench          measure on this machine which wrapper, ranks and threads are fastest
-  top            watch running jobs: step times, waits, who comes last
+  top            watch running jobs: step times, waits, which rank comes last
   trace          write running jobs' last steps as a trace for Perfetto
 
 Under a launcher:
@@ -57,15 +57,15 @@ _MODULE, _SCRIPT = "python -m paceline", "paceline"
 
 
 def main() -> None:
-    """Read the command line, and run what it says."""
+    """Read the command line, and run its command or program."""
     try:
         status = _dispatch(sys.argv[1:])
         if sys.stdout is not None:  # it may have been closed before
             sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # as `head` leaves it
+        if not isinstance(error, BrokenPipeError):  # as when `head` ends early
             print(f"paceline: {error}", file=sys.stderr)
-        # What is left unwritten would raise the error anew at the end.
+        # Python would write the rest at exit, and raise the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
         status = 1
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a Python program, in the place of this process."""
+    """Replace this process by a Python program."""
     from paceline._cli import run
 
     if arguments and arguments[0] in ("-h", "--help"):
@@ -104,7 +104,7 @@ def _run(arguments: list[str]) -> int:
 def _doctor(arguments: list[str]) -> int:
     from paceline._cli.doctor import command
 
-    # Pipes to other processes must not take the numbers of streams that are closed.
+    # Pipes to other processes must not get the numbers of closed standard streams.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
     os.close(fd)
@@ -144,7 +144,7 @@ _KNOWN = (*_COMMANDS, "--help", "--version")
 
 
 def _program() -> str:
-    """Return what the user has typed to get here."""
+    """Return the command that the user typed to start this program."""
     is_script = Path(sys.argv[0]).name != "__main__.py"
     return _SCRIPT if is_script and sys.argv[0] != "-m" else _MODULE
 

@@ -1,4 +1,4 @@
-"""Options of commands: a mistake is one line, with the word that was probably meant."""
+"""Options of commands: an error is one line, with the word that was probably meant."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NoReturn
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Return a question that ends a message; nothing if no known word is similar."""
+    """Return a question that ends a message; "" if no known word is similar."""
     found = difflib.get_close_matches(word, list(known), 1, cutoff=0.7)
     return f": did you mean {found[0]}?" if found else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command; its texts keep their lines."""
+    """The parser of one command; its texts keep their line breaks."""
 
     def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
         form = argparse.RawDescriptionHelpFormatter

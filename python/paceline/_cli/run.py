@@ -1,8 +1,8 @@
-"""``paceline run``: starts ``python`` anew, with paceline installed.
+"""``paceline run``: replaces this process by ``python``, with paceline installed.
 
-The arguments that follow go to Python as they are, in the place of this process.
-Paceline reaches the program as :func:`paceline.install` reaches children: the program
-finds everything as Python leaves it.  With ``-n`` that program is torchrun.
+The arguments go to Python unchanged.  Paceline reaches the program in the way in which
+:func:`paceline.install` reaches children, so the program finds everything as in plain
+Python.  With ``-n`` that program is torchrun.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from paceline._install import rebind
 
 
 class UsageError(Exception):
-    """The program cannot be run as the command line says."""
+    """The command line names no program that can be run."""
 
 
 def run(arguments: list[str]) -> NoReturn:
-    """Run a Python program, in the place of this process.
+    """Replace this process by a Python program.
 
     Raises
     ------
     UsageError
-        If the arguments name none, or it cannot be reached.
+        If the arguments name no program, or paceline cannot reach it.
     """
     first = arguments[0] if arguments else ""
     if first[:2] == "-n":
@@ -53,7 +53,9 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
     is_gpu, n = n == "gpu", str(torch.cuda.device_count() or n) if n == "gpu" else n
     if not (n.isascii() and n.isdigit() and int(n) > 0):
         words = "torch sees no GPU here (`paceline doctor` says why): " * is_gpu
-        raise UsageError(f"-n {n}: {words}give a number of ranks, or gpu for one a GPU")
+        raise UsageError(
+            f"-n {n}: {words}give a number of ranks, or gpu for one per GPU"
+        )
     given = get_args_parser().parse_args([f"--nproc-per-node={n}", *arguments])
     if given.nproc_per_node != n:
         raise UsageError(f"-n {n} and --nproc-per-node {given.nproc_per_node}: give -n")
@@ -83,7 +85,7 @@ def _python_flags() -> list[str]:
 
 
 def _reach() -> None:
-    """Have the program that follows be reached, or refuse to start it."""
+    """Let paceline reach the program that follows, or refuse to start it."""
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise UsageError(
             "Python with -I, -E or -S cannot be reached: call paceline.install()"
@@ -92,7 +94,7 @@ def _reach() -> None:
     is_safe = getattr(sys.flags, "safe_path", False)
     if not is_safe and sys.path[0] == home and home not in sys.path[1:]:
         raise UsageError(
-            "it is found in the current folder, unlike by programs: install it"
+            "it is found in the current folder, where programs do not look: install it"
         )
     rebind.install()
     if not rebind.reaches_children():

@@ -24,8 +24,8 @@ def run(name, **options):
 @pytest.mark.parametrize(
     ("name", "found", "advice"),
     [
-        ("crash", "the process that looked was ended by SIGABRT", "do this"),
-        ("leave", "the process that looked ended with status 3: on the way", "do this"),
+        ("crash", "the check's process was ended by SIGABRT", "do this"),
+        ("leave", "the check's process ended with status 3: on the way", "do this"),
         ("give_up", "SystemExit: no more", FAILED),
         ("fail", "ValueError: two lines", FAILED),
     ],

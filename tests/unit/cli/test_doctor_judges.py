@@ -59,8 +59,8 @@ def cores(n_affinity=8, quota=None, n_threads=8, n_bound=None):
 
 test_cores_are_compared_with_two_and_with_threads_and_binding = judged(
     cores,
-    ({}, "ok", "8 of 8 cores", "8 threads"),
-    ({"n_threads": 1}, "ok", "1 thread"),
+    ({}, "ok", "8 of 8 cores", "8 torch threads"),
+    ({"n_threads": 1}, "ok", "1 torch thread"),
     ({"n_affinity": 2, "n_threads": 2}, "ok", "2 of 8 cores"),
     ({"n_affinity": 1}, "warning", "less than two cores", "taskset"),
     ({"quota": 1.5}, "warning", "1.5 cores", "docker run --cpus"),

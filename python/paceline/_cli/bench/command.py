@@ -1,7 +1,7 @@
 """The command: starts worlds of ranks, prints a table of ratios, and gives advice.
 
-A ratio is formed of two turns of one round, which are seconds apart.  The table has the
-median over rounds, with the least and the most.
+A ratio compares two turns of one round, which are seconds apart.  The table has the
+median over rounds, with the minimum and the maximum.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from paceline._cli.options import Parser
 
 DESCRIPTION = """\
 Measures on this machine, in about two minutes, whole training steps of the plain module
-and of torch's and Paceline's DistributedDataParallel, with 2 ranks up to one a core (or
-GPU); on GPUs also of paceline.DataParallel.  All train on the same batches and take
+and of torch's and Paceline's DistributedDataParallel, with 2 ranks up to one per core
+(or GPU); on GPUs also of paceline.DataParallel.  All train on the same batches and take
 turns.  It ends with the wrapper, the number of ranks or replicas and the threads that
 were fastest."""
 EPILOGUE = """\
-Close what else uses the machine: figures of a busy one are worth little.  Exit status:
-0; 1 if a rank failed; 2 if an argument is wrong."""
+Close other programs first: results from a busy machine mean little.  Exit status: 0; 1
+if a rank failed; 2 if an argument is wrong."""
 
 _QUICK_MODELS = ("digits", "transformer")
 _ROUNDS, _QUICK_ROUNDS = 8, 3
 _QUICK_TURN_SECONDS = 0.01
 _SECONDS = 60.0
 _TIMEOUT_SECONDS = 600.0
-_MAX_RANKS = 64  # for which it is of use
+_MAX_RANKS = 64  # more are of no use
 _MAX_LOAD = 0.5  # of the cores, before anything has begun
 _HEADINGS = (
     "model",
@@ -61,12 +61,12 @@ class StepRow:
     n_parallel : int
         Ranks or replicas; 1 for the plain module.
     n_threads : int
-        Of a rank, or of the process that has all replicas.
+        Threads of a rank, or of the process that has all replicas.
     step_ms : float
         The median over rounds.
     samples_per_second : float
     against_plain, against_torch : list of float
-        For each round, how many times as fast it is; empty if it is not compared.
+        For each round, its relative speed; empty if it is not compared.
     """
 
     model: str
@@ -98,9 +98,9 @@ def main(arguments: Sequence[str], program: str) -> int:
     print(_as_table([_HEADINGS, *map(_cells, rows)]))
     print(advise(rows, device_type))
     if options.quick:
-        print("--quick: these are no figures to quote.")
+        print("--quick: do not quote these figures.")
     elif is_busy:
-        print("The machine was busy before: close what else runs, and measure again.")
+        print("The machine was busy before: close other programs, and measure again.")
     return 0
 
 
@@ -115,16 +115,16 @@ def _read(
     add(
         "--ranks",
         help="numbers of ranks and replicas, as in 2,4; default: powers of two up to "
-        "one a core, or a GPU",
+        "one per core, or per GPU",
     )
-    add("--cpu", action="store_true", help="train on the CPU, also where GPUs are")
+    add("--cpu", action="store_true", help="train on the CPU, even if there are GPUs")
     add(
         "--seconds",
         type=float,
         default=_SECONDS,
         help=f"for the turns of all steps together; default {_SECONDS:g}",
     )
-    add("--quick", action="store_true", help="short turns: no figures to quote")
+    add("--quick", action="store_true", help="short turns: do not quote the figures")
     options = parser.read(arguments)
     names = quick if options.quick else known
     names = names if options.models is None else options.models
@@ -154,10 +154,10 @@ def _read(
 def _measure(
     options: argparse.Namespace, worlds: Sequence[int], device_type: str, n_cores: int
 ) -> list[StepRow]:
-    """Start each world, and make rows of what it returns."""
+    """Start each world, and return the rows of its results."""
     is_cpu = device_type == "cpu"
     contestants = list(steps.CONTESTANTS)
-    if is_cpu:  # replicas there are not for speed
+    if is_cpu:  # replicas on the CPU are not for speed
         contestants.remove(steps.REPLICAS)
     rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
     n_turns = len(worlds) * len(options.models) * len(contestants) * rounds
@@ -174,7 +174,7 @@ def _measure(
     rows: list[StepRow] = []
     for n in worlds:
         print(f"{n} ranks on {n_cores} cores ...", file=sys.stderr, flush=True)
-        with contextlib.redirect_stdout(sys.stderr):  # what Gloo of torch 2.8 says
+        with contextlib.redirect_stdout(sys.stderr):  # Gloo of torch 2.8 prints
             results = paceline.launch(
                 steps.run,
                 n,
@@ -189,7 +189,7 @@ def _measure(
 def rows_of(
     by_rank: Sequence[Mapping[str, steps.Timed]], n_cores: int
 ) -> list[StepRow]:
-    """Make rows of what ``steps.run`` returned on the ranks of a world."""
+    """Return the rows of what ``steps.run`` returned on the ranks of a world."""
     n_ranks = len(by_rank)
     rows = []
     for model, first in by_rank[0].items():
@@ -223,7 +223,7 @@ def rows_of(
 
 
 def advise(rows: Sequence[StepRow], device_type: str) -> str:
-    """Say what was fastest over all models; the plain module if no wrapper was."""
+    """Tell what was fastest over all models; the plain module if no wrapper was."""
     ratios: dict[tuple[str, int, int], list[list[float]]] = {}
     for row in rows:
         if row.contestant in (steps.REPLICAS, steps.RANKS) and row.against_plain:
@@ -285,7 +285,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def _as_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells in columns; all but the first ones end at the right."""
+    """Return lines of cells in columns; all but the first two are aligned right."""
     columns: list[list[str]] = []
     for i, cells in enumerate(zip(*lines, strict=True)):
         width = max(map(len, cells))

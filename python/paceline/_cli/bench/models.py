@@ -1,9 +1,9 @@
 """The models that are timed: small and large tensors, many and few of them.
 
-Inputs are random numbers of a fixed seed: a step takes as long whatever it learns, and
-the benchmark needs no data set.  Learning rates are small, so that hundreds of steps
-lead nowhere and no value becomes denormal, which would be slow for all in a way that
-no real training is.
+Inputs are random numbers from a fixed seed: the time of a step does not depend on the
+data, and the benchmark needs no data set.  Learning rates are small, so that hundreds
+of steps hardly change the weights and no value becomes denormal: denormal values would
+slow down all contestants, unlike in real training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model, its input on one rank, and how many steps make a block of it."""
+    """A model, its input on one rank, and the number of steps in a block."""
 
     name: str
     title: str
@@ -46,13 +46,13 @@ class Transformer(nn.Module):
         self.head = nn.Linear(256, 1000)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next token, with the classes second as the loss wants them."""
+        """Scores of the next token, with classes in dimension 1, as the loss needs."""
         scores: Tensor = self.head(self.layers(self.embedding(tokens)))
         return scores.transpose(1, 2)
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions and the way past them."""
+    """Two 3 x 3 convolutions and a shortcut."""
 
     def __init__(self, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""Times whole training steps of contestants that take turns in one world of ranks.
+"""Time whole training steps of contestants that take turns in one world of ranks.
 
 A step is zero_grad(), forward, loss, backward and SGD on one whole batch, the same for
-all.  Ranks of DistributedDataParallel take an equal part of it each; the plain module
-and DataParallel get it whole, on rank 0, while the other ranks sleep.  So every two
+all.  Each rank of DistributedDataParallel takes an equal part of the batch; the plain
+module and DataParallel take all of it on rank 0, while the other ranks sleep.  So two
 contestants are compared by turns that are seconds apart, under the same load.
 
-Each contestant has all the cores: ranks as an equal share of threads each, the plain
-module and CPU replicas, which run one after the other, as threads of their operators.
-On GPUs the plain module has one, the others have one for each rank or replica; a turn
-ends when the GPU is done.
+Each contestant uses all cores: ranks by an equal share of threads each, the plain
+module and CPU replicas, which run one after another, by the threads of their operators.
+On GPUs the plain module uses one, the others use one per rank or replica; a turn ends
+when the GPU is done.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Plan:
     models : list of str
     contestants : list of str
     n_parts : int
-        Of the whole batch: each is what the model's own batch is.
+        Parts of the whole batch, each as large as the model's own batch.
     n_cores : int
-        That a contestant uses.
+        Cores that a contestant uses.
     rounds : int
         Turns of each contestant.
     turn_seconds : float
-        What a turn takes, about.
+        Approximate time of a turn.
     """
 
     models: list[str]
@@ -71,14 +71,14 @@ class Plan:
 
 @dataclass
 class Timed:
-    """What one rank measured of one model.
+    """One rank's measurements of one model.
 
     Attributes
     ----------
     n_samples : int
-        In the whole batch.
+        Samples in the whole batch.
     step_ms : dict
-        Of each contestant that this rank took part in: a mean of each turn.
+        For each contestant that uses this rank: the mean of each turn.
     """
 
     n_samples: int
@@ -98,7 +98,7 @@ def run(
 
 
 class _Contestant:
-    """A wrapped model at work on this rank."""
+    """A wrapped model that trains on this rank."""
 
     def __init__(self, name: str, spec: ModelSpec, world: Any, n_cores: int) -> None:
         self.name, self.spec, self.device = name, spec, world.device
@@ -133,7 +133,7 @@ class _Contestant:
         self.spec.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
 
     def turn(self, batches: Sequence[Batch], n_steps: int) -> float:
-        """Take a turn of so many steps; return the milliseconds of one."""
+        """Run a turn of `n_steps` steps; return the milliseconds per step."""
         torch.set_num_threads(self.n_threads)
         self._step(batches[-1])
         self._synchronize()
@@ -193,11 +193,11 @@ class _Turns:
         return inputs.to(self._world.device), targets.to(self._world.device)
 
     def _batches(self, name: str) -> list[Batch]:
-        """Return what a contestant trains on, on this rank."""
+        """Return the batches of a contestant on this rank."""
         return self._parts if name in ON_ALL_RANKS else self._whole
 
     def _turn(self, name: str, n_steps: int) -> float | None:
-        """Let one contestant take its turn, on whatever ranks it has."""
+        """Run one contestant's turn, on the ranks that it uses."""
         dist.barrier(self._waiting)
         contestant = self._contestants.get(name)
         if contestant is None:
@@ -226,7 +226,7 @@ class _Turns:
         for right, ours in zip(*of_both, strict=True):
             scale = right.abs().max().clamp_min(torch.finfo(right.dtype).tiny)
             found = ((ours - right).abs().max() / scale).item()
-            if not found <= limit:  # nor a NaN
+            if not found <= limit:  # catches a NaN, too
                 raise RuntimeError(
                     f"{self._spec.title}: gradients differ from those of torch's "
                     f"wrapper by {found:g} of their largest element, more than "

@@ -1,4 +1,4 @@
-"""Runs checks in a process of their own: a crash or a hang is a finding."""
+"""Run checks in a separate process: a crash or a hang is a finding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from paceline._cli.doctor.finding import Check, Finding, Status, problem
 
 _GRACE_SECONDS = 5
 _END_SECONDS = 5.0
-# Compiled kernels are kept nowhere: not by Paceline, not by the driver.
+# Neither Paceline nor the driver keeps compiled kernels.
 _NO_CACHES = {"XDG_CACHE_HOME": "/dev/null", "CUDA_CACHE_DISABLE": "1"}
-_MARK = b"\0"  # before what a check finds; it prints no such byte
+_MARK = b"\0"  # before a finding; checks print no such byte
 
 
 def command(function: Callable[..., object], *arguments: str) -> list[str]:
@@ -80,12 +80,12 @@ def _start(checks: Sequence[Check]) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that all that it starts can be ended
+        start_new_session=True,  # so that _end() ends its children, too
     )
 
 
 def _wait(process: subprocess.Popen[bytes], output: bytearray, seconds: float) -> str:
-    """Read until an answer is whole; return why none comes, or ""."""
+    """Read until an answer is complete; return why none comes, or ""."""
     assert process.stdout is not None
     until = time.monotonic() + seconds
     while b"\n" not in output.partition(_MARK)[2]:
@@ -96,15 +96,15 @@ def _wait(process: subprocess.Popen[bytes], output: bytearray, seconds: float) -
         if not data:
             status = process.wait()
             if status >= 0:
-                return f"the process that looked ended with status {status}"
+                return f"the check's process ended with status {status}"
             name = signal.Signals(-status).name
-            return f"the process that looked was ended by {name}"
+            return f"the check's process was ended by {name}"
         output += data
     return ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it has started."""
+    """End the process and its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,7 +114,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(*looks: str) -> None:
-    """Be the process: run these checks, and print what each finds."""
+    """Run these checks in this process, and print their findings."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for words in looks:
         module, function, seconds = words.split()
@@ -127,4 +127,4 @@ def serve(*looks: str) -> None:
         sys.stderr.flush()
         # Not sys.stdout: the check may have written half a line.
         os.write(1, _MARK + f"{found}\n".encode())
-    os._exit(0)  # whatever threads a check has left
+    os._exit(0)  # even if a check has left threads

@@ -1,4 +1,4 @@
-"""The command: runs the checks, prints what they find, and ends with a verdict."""
+"""The command: run the checks, print their findings, and end with a verdict."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from paceline._cli.doctor.finding import (
 from paceline._cli.options import Parser
 
 DESCRIPTION = """\
-Looks at this machine as training with Paceline would use it, and says for each thing
-what was found, what it means and what to do: ok, warning or problem.  It changes
-nothing and needs no root."""
+Checks what training with Paceline uses on this machine.  Each finding is ok, warning or
+problem, with what it means and what to do.  The command changes nothing and needs no
+root."""
 EPILOGUE = "Exit status: 0 if there is no problem, warnings allowed; 1 if there is one."
 
-_BROKEN_TORCH = "Importing torch crashes or hangs: install torch anew."
+_BROKEN_TORCH = "Importing torch crashes or hangs: reinstall torch."
 _DRIVER = "CUDA's driver crashes or hangs: see whether `nvidia-smi` works, and dmesg."
 _TORCH_SECONDS = 120.0  # from a network's file system
 _GPU_SECONDS = 60.0  # the first use of eight GPUs takes tens of seconds
-_BROKEN = "The extension is broken: install Paceline anew."
+_BROKEN = "The extension is broken: reinstall Paceline."
 _NO_LINKS = "Ranks on this machine would hang: see dmesg, and the container's limits."
 CHECKS = (
     Check("extension", machine.look_extension, 20.0, _BROKEN),
@@ -63,12 +63,12 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def run() -> Iterator[tuple[Check, Finding]]:
-    """Return each check and its finding, as soon as there is one."""
+    """Return an iterator: each check and its finding, as soon as it is there."""
     return zip(CHECKS, apart.run(CHECKS), strict=True)
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the last line."""
+    """Return the last line of the output."""
     n_problems = sum(finding.status is Status.PROBLEM for finding in findings)
     n_warnings = sum(finding.status is Status.WARNING for finding in findings)
     counted = _counted(n_warnings, "warning")

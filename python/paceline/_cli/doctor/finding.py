@@ -1,4 +1,4 @@
-"""What a check is, and what it finds."""
+"""A check of ``paceline doctor``, and its finding."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MIB, GIB = 1 << 20, 1 << 30
-FAILED = "The check itself failed: the message says at what."
+FAILED = "The check itself failed: see the message."
 
 
 class Status(str, enum.Enum):
-    """How well it is: what the JSON object says."""
+    """The status of a finding, as in the JSON object."""
 
     OK = "ok"
     WARNING = "warning"
@@ -20,15 +20,15 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check says of the machine.
+    """The result of a check.
 
     Attributes
     ----------
     status : Status
     found : str
-        What is there.
+        What was found.
     advice : str
-        What it means, and what to do; may be empty where all is well.
+        What it means, and what to do; may be empty if all is well.
     """
 
     status: Status
@@ -37,23 +37,23 @@ class Finding:
 
 
 class BlockedError(Exception):
-    """A check cannot look, for a reason that another check finds."""
+    """A check cannot run, for a reason that another check reports."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at.
+    """One check.
 
     Attributes
     ----------
     name : str
         What the output and the JSON object call it.
     look : callable
-        Reads the machine and judges; what it raises is a problem.
+        Reads the machine and judges; an exception is a problem.
     seconds : float
         How long it may take.
     hint : str
-        What to do where it crashes or takes longer.
+        What to do if it crashes or takes longer.
     """
 
     name: str
@@ -62,13 +62,13 @@ class Check:
     hint: str = FAILED
 
     def run(self) -> Finding:
-        """Look; an exception is a problem."""
+        """Run the check; an exception is a problem."""
         try:
             return self.look()
         except KeyboardInterrupt:
             raise
         except BlockedError as error:
-            return warning(f"not looked at: {error}", "Mend that first.")
+            return warning(f"not looked at: {error}", "Fix that first.")
         except BaseException as error:  # SystemExit, too, from a module's import
             return problem(describe(error), FAILED)
 
@@ -79,12 +79,12 @@ def ok(found: str, advice: str = "") -> Finding:
 
 
 def warning(found: str, advice: str) -> Finding:
-    """Return a finding of what makes training slower, or fail in some cases."""
+    """Return a finding that makes training slower, or fail in some cases."""
     return Finding(Status.WARNING, found, advice)
 
 
 def problem(found: str, advice: str) -> Finding:
-    """Return a finding of what does not work."""
+    """Return a finding that something does not work."""
     return Finding(Status.PROBLEM, found, advice)
 
 
@@ -95,7 +95,7 @@ def describe(error: BaseException) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """Return a number of bytes as people write it."""
+    """Return a number of bytes in MiB or GiB."""
     if n_bytes >= GIB:
         return f"{n_bytes / GIB:.3g} GiB"
     return f"{n_bytes / MIB:.3g} MiB"

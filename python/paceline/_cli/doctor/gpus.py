@@ -1,4 +1,4 @@
-"""Checks of NVIDIA's GPUs: the driver, what a step needs, and copies between them."""
+"""Checks of NVIDIA GPUs: the driver, what a step needs, and copies between GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline._cli.doctor.finding import (
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 NO_DRIVER = "no CUDA driver ("
-"""What the native module says where there is no library of the driver's."""
+"""Part of the native module's message if the driver's library is missing."""
 _HIDES_ALL = ("", "-1", "NoDevFiles")
 
 # ---- the driver ---------------------------------------------------------------------
@@ -63,7 +63,7 @@ def _count_cards(root: Path = Path("/")) -> int:
 def _torch_build() -> str:
     try:
         from paceline._compat import torch_cuda
-    except Exception:  # the check of torch says why
+    except Exception:  # the check of torch reports why
         return ""
     return torch_cuda.build()
 
@@ -81,9 +81,9 @@ def judge_driver(
     Parameters
     ----------
     version : int
-        Of CUDA, as the driver serves it: 13000.
+        The CUDA version that the driver serves, such as 13000.
     error : str
-        Why it cannot be started.
+        Why the driver cannot be started.
     n_cards : int
         NVIDIA's cards on the PCI bus.
     build : str
@@ -100,7 +100,7 @@ def judge_driver(
             found += f"; {count(n_cards, 'NVIDIA card')} on the PCI bus"
         has_library = NO_DRIVER not in error
         if is_named:
-            return problem(found, "PACELINE_LIBCUDA is set: mend it, or unset it.")
+            return problem(found, "PACELINE_LIBCUDA is set: correct it, or unset it.")
         if has_library and visible in _HIDES_ALL:
             return warning(
                 f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs",
@@ -109,7 +109,7 @@ def judge_driver(
         if n_cards and is_cuda:
             return problem(
                 found,
-                "There are GPUs, and none can be used. Install NVIDIA's driver, or "
+                "There are GPUs, but none can be used. Install NVIDIA's driver, or "
                 "give the container its GPUs (docker run --gpus all).",
             )
         if n_cards or has_library:
@@ -167,7 +167,7 @@ def look_gpus() -> Finding:
     except Exception as error:
         return problem(
             f"{found}: {describe(error)}",
-            "PACELINE_LIBNCCL is set: mend it, or unset it."
+            "PACELINE_LIBNCCL is set: correct it, or unset it."
             if libnccl
             else "DistributedDataParallel on GPUs needs NCCL: install torch with its "
             "CUDA packages, which bring it.",
@@ -181,12 +181,12 @@ def look_gpus() -> Finding:
     return ok(
         f"{found}; not all access each other's memory",
         "Copies between such GPUs go through host memory, which is slower. "
-        "`nvidia-smi topo -p2p r` says why; many GeForce cards cannot.",
+        "`nvidia-smi topo -p2p r` shows why; many GeForce cards cannot.",
     )
 
 
 def judge_no_gpu(why_none: str, has_driver: bool) -> Finding:
-    """Judge why torch has no GPU; whether the driver sees one that torch could use."""
+    """Judge why torch has no GPU: a problem if the driver sees one."""
     if not has_driver:
         return ok(why_none)
     return problem(
@@ -201,7 +201,7 @@ def _has_driver() -> bool:
         return False
     try:
         imports.native().driver_version(None)
-    except Exception:  # the check of the driver says why
+    except Exception:  # the check of the driver reports why
         return False
     return True
 
@@ -213,16 +213,16 @@ _N_ROUNDS = 2
 _STALE = -1
 
 CORRUPT = (
-    "Peer-to-peer copies give wrong data, and nothing else says so: training on these "
+    "Peer-to-peer copies give wrong data, and nothing else shows it: training on these "
     "GPUs gives wrong results. Boot with iommu=pt (or amd_iommu=off, intel_iommu=off), "
     "and switch off ACS for the PCIe bridges between the GPUs (in the BIOS, or by "
     "setpci). Until then train by DistributedDataParallel with NCCL_P2P_DISABLE=1, and "
     "not by DataParallel, whose copies go from GPU to GPU."
 )
 COPIES_HANG = (
-    "Copies between GPUs hang, as they do where an IOMMU or ACS stands between them: "
+    "Copies between GPUs hang, as they do if an IOMMU or ACS stands between them: "
     "boot with iommu=pt and switch off ACS for the PCIe bridges; NCCL_P2P_DISABLE=1 "
-    "has NCCL go around them."
+    "makes NCCL avoid them."
 )
 
 
@@ -237,7 +237,7 @@ def look_gpu_links() -> Finding:
     n_wrong: Counter[tuple[str, str]] = Counter()
     for round_number in range(_N_ROUNDS):
         for index in range(n_gpus):
-            # Every element differs from its neighbours', and other GPUs' and rounds'.
+            # Every element differs from its neighbours, and from other GPUs and rounds.
             start = (round_number * n_gpus + index) * _N_ELEMS
             n_wrong += _copy_from(gpu.machine, group, n_gpus, index, start)
     return judge_gpu_links(n_gpus, n_wrong)
@@ -266,7 +266,7 @@ def _copy_from(
 
 
 def judge_gpu_links(n_gpus: int, n_wrong: Mapping[tuple[str, str], int]) -> Finding:
-    """Judge whether copies arrive; `n_wrong` has the wrong elements of each way."""
+    """Judge whether copies arrive; `n_wrong`: wrong elements per direction."""
     if n_gpus == 0:
         return ok("no GPU in use: there is nothing to copy between")
     if n_wrong:

@@ -1,4 +1,4 @@
-"""The native module and torch, for checks that cannot look without them."""
+"""The native module and torch, for checks that need them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def native() -> Any:
 
 
 def torch() -> Any:
-    """Return torch, of which the native module knows."""
+    """Return torch, attached to the native module."""
     native()
     try:
         torch_core = importlib.import_module("paceline._compat.torch_core")
@@ -28,6 +28,6 @@ def torch() -> Any:
 
 
 def gpus() -> Any:
-    """Return the module that knows the GPUs of this process."""
+    """Return the module for the GPUs of this process."""
     torch()
     return importlib.import_module("paceline._gpu")

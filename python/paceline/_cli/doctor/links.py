@@ -25,7 +25,7 @@ SECONDS = 20.0
 
 
 def look_links() -> Finding:
-    """Start the second rank, be the first, and add up the pattern."""
+    """Start the second rank, act as the first, and add up the pattern."""
     native = imports.native()
     began = time.monotonic()
     listener = native.Listener()
@@ -55,7 +55,7 @@ def look_links() -> Finding:
 
 
 def be_rank_1(address: str, pid: str) -> None:
-    """Be the second rank, and print how many elements were wrong."""
+    """Act as the second rank, and print how many elements were wrong."""
     pids = [int(pid), os.getpid()]
     world = imports.native().RankWorld(1, N_RANKS, _N_BYTES, 2, SECONDS, pids, address)
     n_wrong = all_reduce_patterns(world)
@@ -64,7 +64,7 @@ def be_rank_1(address: str, pid: str) -> None:
 
 
 def all_reduce_patterns(world: Any) -> int:
-    """Add up a pattern of each rank's, several times; return how many are wrong."""
+    """Add up the ranks' patterns, several times; return how many elements are wrong."""
     memory = memoryview(world).cast("B")
     n_wrong = 0
     for round_number in range(_N_ROUNDS):

@@ -30,7 +30,7 @@ OLDEST_TORCH = (2, 4)
 
 
 def look_extension() -> Finding:
-    """Import the native module, and ask it for its instruction set."""
+    """Import the native module, and read its instruction set."""
     import paceline
 
     found = (
@@ -49,7 +49,7 @@ def look_extension() -> Finding:
         )
     try:
         return judge_isa(found, native.isa())
-    except Exception as error:  # PACELINE_ISA names what is not there
+    except Exception as error:  # PACELINE_ISA names one that is missing
         return problem(f"{found}: {describe(error)}", "Unset PACELINE_ISA.")
 
 
@@ -69,7 +69,7 @@ def judge_isa(found: str, isa: str) -> Finding:
 
 
 def look_torch() -> Finding:
-    """Import torch, and hand it to the native module."""
+    """Import torch, and attach it to the native module."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -92,7 +92,7 @@ def look_torch() -> Finding:
 def judge_torch(
     version: str, build: str = "", error: str = "", has_groups: bool = True
 ) -> Finding:
-    """Judge whether Paceline can use this torch; "" says that none is there."""
+    """Judge whether Paceline can use this torch; the version "" means no torch."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     install = f"{sys.executable} -m pip install 'torch>={oldest}' numpy cloudpickle"
     found = f"torch {version}" if version else "no torch"
@@ -168,7 +168,7 @@ VARIABLES: dict[str, tuple[Callable[[str], bool], str]] = {
     "PACELINE_TIMEOUT": (_is_seconds, "a positive number of seconds"),
     "PACELINE_WERROR": (_one_of("0", "1"), "0 or 1"),
 }
-"""Every variable of Paceline's, what its value must be, and that in words."""
+"""Every variable of Paceline: a test of its value, and the right values in words."""
 
 
 def look_environment() -> Finding:
@@ -177,7 +177,7 @@ def look_environment() -> Finding:
 
 
 def judge_environment(environ: Mapping[str, str]) -> Finding:
-    """Judge names that are misspelt, values that are wrong, and what is slow."""
+    """Judge misspelt names, wrong values, and slow settings."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES))
     variables = {name: environ[name] for name in names}
     found = ", ".join(f"{name}={value}" for name, value in variables.items())
@@ -205,7 +205,7 @@ _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def look_cores() -> Finding:
-    """Run an operator on all threads, and see what that leaves of the affinity."""
+    """Run an operator on all threads, and read the affinity that it leaves."""
     # The doctor itself has not started OpenMP.
     n_affinity = len(os.sched_getaffinity(os.getppid()))
     torch = imports.torch()
@@ -229,23 +229,23 @@ def judge_cores(
     n_machine, n_affinity : int
         The cores of the machine, and those that this process may use.
     quota : float or None
-        For how many cores the cgroup gives time.
+        For how many cores the cgroup grants time.
     n_threads : int
-        That torch's operators use.
+        The threads of torch's operators.
     n_bound : int
         The cores that the main thread may still use once operators have run.
     """
     found = f"{n_affinity} of {count(n_machine, 'core')} by affinity"
     if quota is not None:
         found += f", time for {count(quota, 'core')} by the cgroup's quota"
-    found += f", {count(n_threads, 'thread')} of torch's"
+    found += f", {count(n_threads, 'torch thread')}"
     n_usable = min(n_affinity, quota or n_affinity)
     if n_bound < n_affinity:
         return warning(
             f"{found}; then the main thread is bound to {n_bound} of them",
-            "All that the main thread starts, DataLoader's workers too, shares these "
-            "cores, and so do all ranks of this host: unset the variables that bind "
-            f"threads ({', '.join(_BINDING)}).",
+            "Everything that the main thread starts, even DataLoader's workers, shares "
+            "these cores, and so do all ranks of this host: unset the variables that "
+            f"bind threads ({', '.join(_BINDING)}).",
         )
     if n_usable < 2:
         return warning(
@@ -283,14 +283,14 @@ def look_dev_shm(root: Path = Path("/")) -> Finding:
 
 
 def judge_dev_shm(total: int, free: int, error: str = "") -> Finding:
-    """Judge whether DataLoader's workers and NCCL have what they use of it."""
+    """Judge whether DataLoader's workers and NCCL have enough of it."""
     found = error or f"{size(free)} free of {size(total)}"
     if not error and free >= GIB:
         return ok(found)
     return warning(
         found,
         "Paceline does not need /dev/shm, but torch's DataLoader and NCCL do: they "
-        'fail with "bus error" or "No space left on device" where it is full. '
-        "Start the container with --shm-size=8g or --ipc=host, or remove what was left "
-        "in /dev/shm.",
+        'fail with "bus error" or "No space left on device" if it is full. '
+        "Start the container with --shm-size=8g or --ipc=host, or remove old files "
+        "from /dev/shm.",
     )

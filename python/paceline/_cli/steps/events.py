@@ -1,8 +1,7 @@
 """Recorded steps as a trace: the JSON of trace events that Perfetto and Chrome read.
 
 Each wrapper is a process of the trace, with a lane (a thread, to these programs) for
-its steps, and one for each thing that happens in them.  Events of a lane do not
-overlap.
+its steps, and one for each kind of event in them.  Events of a lane do not overlap.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from paceline._recorder import Bucket, Recording, Step
 Event = dict[str, Any]
 
 STEP, FORWARD, BACKWARD, WAIT, REDUCTION = 1, 2, 3, 4, 5
-"""Lanes; further ones of reductions follow the last."""
+"""Lanes; further lanes of reductions follow the last."""
 _NAMES = {STEP: "steps", FORWARD: "forward", BACKWARD: "backward", WAIT: "waits"}
 
 
 class _Lanes:
-    """One process's events; times are microseconds from `origin`, in nanoseconds."""
+    """One process's events, in microseconds since `origin` (in nanoseconds)."""
 
     def __init__(self, pid: int, origin: int) -> None:
         self.events: list[Event] = []
@@ -36,7 +35,7 @@ class _Lanes:
         )
 
     def add(self, name: str, lane: int, begin: int, end: int, **args: Any) -> None:
-        """Add what took from one time to another, if both are known."""
+        """Add an event from one time to another, if both are known."""
         if begin == 0 or end < begin:
             return
         self.events.append(
@@ -53,7 +52,7 @@ class _Lanes:
         )
 
     def add_reduction(self, name: str, begin: int, end: int, **args: Any) -> None:
-        """Add a bucket, in the first lane whose last one is over."""
+        """Add a bucket, in the first lane whose last bucket has ended."""
         if begin == 0 or end < begin:
             return
         index = next((i for i, at in enumerate(self._ends) if at <= begin), None)
@@ -65,7 +64,7 @@ class _Lanes:
 
     @property
     def used(self) -> list[tuple[int, str]]:
-        """The lanes, and what they are called."""
+        """The lanes and their names."""
         reductions = [f"reduction {i + 1}" for i in range(len(self._ends))]
         if len(reductions) == 1:
             reductions = ["reduction"]
@@ -137,5 +136,5 @@ def _add_rank(lanes: _Lanes, step: Step) -> None:
 
 
 def _span(bucket: Bucket, step: Step) -> tuple[int, int]:
-    """Return when a bucket was reduced; where others did it, when it was under way."""
+    """Return when a bucket was reduced; if others did it, when it was in flight."""
     return bucket.begin or bucket.ready, bucket.end or step.reduced

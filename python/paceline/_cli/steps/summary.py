@@ -1,4 +1,4 @@
-"""What a process's last steps amount to, and for which rank a job's others wait."""
+"""Summarise processes' last steps, and find the rank that a job's others wait for."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class RankRow:
     kind : str
         ``"rank"`` or ``"replicas"``.
     steps : int
-        That are over, of those that are kept.
+        How many finished steps are kept.
     step_ms : float or None
-        From one step's end to the next one's, the median.
+        The median time from the end of a step to the end of the next.
     reducing, waiting : float or None
         Shares of that time: this process's part of sums, and waits for others.
     awaited : dict of int to float
-        For which ranks it waited, with their shares of all its waits.
+        The ranks that it waited for, with their shares of all its waits.
     activity : str
-        What it does now, since `seconds`, and for whom it waits, if it does.
+        What it does now, since `seconds`; `awaiting` is the rank it waits for, if any.
     history : list of float
         Milliseconds of the last steps, in order.
     """
@@ -71,7 +71,7 @@ class Job:
 
 
 def rss_bytes(pid: int) -> int | None:
-    """Return the memory that a process has in use; None: it has just gone."""
+    """Return the memory that a process has in use; None if it has just ended."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
@@ -80,7 +80,7 @@ def rss_bytes(pid: int) -> int | None:
 
 
 def step_times(steps: Sequence[Step]) -> list[int]:
-    """Return how long each step took, but for the first, whose begin is not known."""
+    """Return the time of each step except the first, whose begin is not known."""
     return [
         after.end - before.end
         for before, after in itertools.pairwise(steps)
@@ -95,7 +95,7 @@ def waiting_of(step: Step) -> int:
 
 
 def row_of(recording: Recording) -> RankRow:
-    """Return what one process's recording says."""
+    """Return the row of one process's recording."""
     who, now, steps = recording.who, recording.now, recording.steps()
     times = step_times(steps)
     median = statistics.median(times) if times else None
@@ -147,7 +147,7 @@ def slowest_of(rows: Iterable[RankRow]) -> int | None:
 def read(
     pid: int | None = None, job: str | None = None
 ) -> tuple[list[Recording], list[str]]:
-    """Return the recordings asked for, and what is wrong with others."""
+    """Return the requested recordings, and what is wrong with unreadable ones."""
     folder = _environment.recorder_folder()
     recordings, problems = [], []
     for found in _recorder.open_all(folder) if folder is not None else ():
@@ -168,7 +168,7 @@ def _is_meant(recording: Recording, pid: int | None, job: str | None) -> bool:
 
 
 def jobs(recordings: Iterable[Recording]) -> list[Job]:
-    """Return the jobs that processes are of, each wrapper's ranks one job."""
+    """Return the jobs of the recordings; the ranks of a wrapper are one job."""
     found: dict[str, list[RankRow]] = {}
     for recording in recordings:
         found.setdefault(recording.who["job"], []).append(row_of(recording))

@@ -1,4 +1,4 @@
-"""The table of ``paceline top``, by rich; this module alone imports it."""
+"""The table of ``paceline top``; only this module imports rich."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _COLUMNS = (
     "last steps",
 )
 _OPTIONAL = ("last steps", "RSS", "device", "sums", "pid")
-"""What a terminal that is too narrow does not show, the first of them first."""
+"""Columns that a narrow terminal leaves out, in this order."""
 _GAP = 2
 
 
 def picture(found: Sequence[Job], problems: Sequence[str], width: int) -> Group:
-    """Return all that is shown: a table a job, and what could not be read."""
+    """Return all that is shown: one table per job, and what could not be read."""
     parts: list[Table | Text] = [_table(job, width) for job in found]
     if not found:
         parts.append(Text("No job of this user is recorded on this host."))
@@ -97,7 +97,7 @@ def _bars(times: Sequence[float]) -> str:
 
 
 def print_once(found: Sequence[Job], problems: Sequence[str]) -> None:
-    """Print the table; as wide as it must be where nobody sees it in a terminal."""
+    """Print the table; 200 columns wide if the output is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)

@@ -13,19 +13,19 @@ from paceline._cli.steps import summary
 from paceline._recorder import Recording
 
 DESCRIPTION = """\
-Shows the jobs of this user that train on this host by Paceline: of each rank its step,
-the median time of a step, the shares of it that go to sums and to waits, which rank
-came last, what it does now, and its memory.  It only reads: jobs do not notice."""
+Shows the jobs of this user that train with Paceline on this host: for each rank its
+step, the median time of a step, the shares of that time in sums and in waits, the rank
+that came last, what it does now, and its memory.  It only reads; jobs do not notice."""
 EPILOGUE = """\
-Columns: rank, pid, device, step (the last one); ms, from one step's end to the
-next, the median; sums and waits, the shares of it in which this rank adds up
-gradients, and can only wait for others; for, the rank that came last then,
-with its share of the waits; now, what it does, since when, and for whom it
-waits; RSS, its memory; last steps, bars of their times. A narrow terminal
-shows no last steps, then no RSS, device, sums and pid.
+Columns: rank, pid, device, step (the last one); ms, the median time from the
+end of a step to the end of the next; sums and waits, the shares of that time
+in which this rank adds up gradients, or only waits for others; for, the rank
+that came last, with its share of the waits; now, what this rank does, since
+when, and the rank it waits for; RSS, its memory; last steps, bars of their
+times. A narrow terminal leaves out last steps, then RSS, device, sums and pid.
 
-Keys of --json: jobs, problems (files that cannot be read). Of a job: job (its
-name), slowest (the rank that others wait for), rows. Of a row: kind (rank or
+Keys of --json: jobs, problems (files that cannot be read). A job has job (its
+name), slowest (the rank that others wait for), rows. A row has kind (rank or
 replicas), model, rank, world_size, local_rank, host, pid, device; step, steps
 (how many are kept); step_ms, reducing, waiting (the columns ms, sums, waits,
 from 0 to 1), awaited (shares by rank); activity, seconds, awaiting (the column
@@ -72,8 +72,8 @@ def _read(arguments: Sequence[str], program: str) -> argparse.Namespace:
         metavar="S",
         help="seconds between two looks (1)",
     )
-    parser.add_argument("--pid", type=int, help="this process alone")
-    parser.add_argument("--job", help="this job alone: its name, or rank 0's pid")
+    parser.add_argument("--pid", type=int, help="only this process")
+    parser.add_argument("--job", help="only this job: its name, or rank 0's pid")
     return parser.read(arguments)
 
 

@@ -12,10 +12,10 @@ from paceline._cli.options import Parser
 from paceline._cli.steps import events, summary
 
 DESCRIPTION = """\
-Writes the last steps of this user's jobs on this host as a trace, which
-https://ui.perfetto.dev and chrome://tracing show: for each rank its forwards,
-backwards, reductions by the bucket and waits, all by one clock.  It only reads: jobs
-do not notice."""
+Writes the last steps of this user's jobs on this host as a trace for
+https://ui.perfetto.dev and chrome://tracing: for each rank its forwards, backwards,
+reductions of buckets and waits, all by one clock.  It only reads; jobs do not
+notice."""
 
 
 def main(arguments: Sequence[str], program: str) -> int:
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str], program: str) -> int:
         metavar="FILE",
         help="where to write it (trace.json); -: standard output",
     )
-    parser.add_argument("--pid", type=int, help="this process alone")
-    parser.add_argument("--job", help="this job alone: its name, or rank 0's pid")
+    parser.add_argument("--pid", type=int, help="only this process")
+    parser.add_argument("--job", help="only this job: its name, or rank 0's pid")
     options = parser.read(arguments)
     recordings, problems = summary.read(options.pid, options.job)
     for problem in problems:
