@@ -183,6 +183,7 @@ class Reducer:
     sync: bool
     in_no_sync: bool
     keeps_grads: bool
+    binds_new: bool
     strict: bool
     follows_forwards: bool
     ends_with_step: bool

@@ -90,6 +90,8 @@ static int bind_used(reducer_object *self, size_t i)
         return pli_sparse_put_mean(self, i);
     switch (slot->mode) {
     case GRAD_COPY:
+        if (self->options.binds_new)
+            break;
         return self->has_user_hooks ? copy_to_current(self, i)
                                     : copy_back(self, i, slot->target);
     case GRAD_VIEW:

@@ -124,6 +124,7 @@ typedef struct reducer_buffers {
 typedef struct reducer_options {
     char retains_grads;    /* what was copied is freed at the end of the step */
     char keeps_grads;      /* a `.grad` that a step finds stays the same tensor */
+    char binds_new;        /* `.grad` is made of what is read: results are set anew */
     char is_strict;        /* a second gradient in one backward is an error: torch's */
     char follows_forwards; /* a backward of no forward of the wrapper is local */
     char ends_with_step; /* what a step leaves without gradient is awaited no longer */

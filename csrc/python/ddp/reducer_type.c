@@ -449,6 +449,8 @@ static PyMemberDef reducer_members[] = {
      "Whether none is now, whatever its forward was."},
     {"keeps_grads", T_BOOL, offsetof(reducer_object, options.keeps_grads), 0,
      "Whether a .grad that a step finds stays the same tensor."},
+    {"binds_new", T_BOOL, offsetof(reducer_object, options.binds_new), 0,
+     "Whether a reduced gradient is set as a new .grad, not written to the old one."},
     {"strict", T_BOOL, offsetof(reducer_object, options.is_strict), 0,
      "Whether a second gradient of a parameter in one backward is torch's error."},
     {"follows_forwards", T_BOOL, offsetof(reducer_object, options.follows_forwards), 0,

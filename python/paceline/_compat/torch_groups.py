@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.utils import _cast_forward_inputs
 
 _LATE = re.compile("tim(ed|e)[- ]?out", re.IGNORECASE)
 _LOST = re.compile("by peer|broken pipe|ncclRemoteError", re.IGNORECASE)
@@ -266,3 +267,8 @@ def group_timeout_seconds(group: dist.ProcessGroup, device_type: str = "cpu") ->
     if is_device_bound(group):
         return DEFAULT_NCCL_TIMEOUT_SECONDS
     return DEFAULT_TIMEOUT_SECONDS
+
+
+def cast_inputs(dtype: torch.dtype, *inputs: Any) -> Any:
+    """Return inputs whose tensors of real numbers, however nested, have a dtype."""
+    return _cast_forward_inputs(dtype, *inputs)[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from paceline import _native
 from paceline._compat import torch_core, torch_groups
 from paceline._ddp import group_comm
-from paceline._ddp.model_spec import Model
+from paceline._ddp.mixed_precision import StandIn
 
 _ORDER_LOST = (
     "a step has failed while a communication hook was at work, so its collectives may "
@@ -95,7 +95,8 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc, name-defined]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the buffer's order."""
-        return list(self._parameters)
+        held = self._parameters
+        return [p.parameter if isinstance(p, StandIn) else p for p in held]
 
     def is_last(self) -> bool:
         """Tell whether no bucket comes after this one in the step."""
@@ -127,17 +128,18 @@ class CommHookRunner:
     def __init__(
         self,
         reducer: _native.Reducer,
-        model: Model,
+        parameters: Sequence[torch.Tensor],
+        sparse: Iterable[int],
         registered: tuple[Hook, Any],
         uses_group: bool,
     ) -> None:
         self._uses_group = uses_group
         self._reference = weakref.ref(reducer)
-        self._parameters = model.trainable
-        self._sparse = frozenset(model.sparse)
+        self._parameters = parameters
+        self._sparse = frozenset(sparse)
         self._hook, self._state = registered
         self._pending: list[tuple[int, torch.Tensor, Any]] = []
-        self._members: list[list[torch.nn.Parameter]] = []
+        self._members: list[list[torch.Tensor]] = []
         self._has_lost_order = False
         self._refusal: RuntimeError | None = None
         self._next = 0  # the bucket's number, without those that hold nothing

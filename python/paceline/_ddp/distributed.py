@@ -94,8 +94,13 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     delay_all_reduce_named_params, param_to_hook_all_reduce : optional
         Accepted, both or neither, and not needed: gradients of the named parameters
         are averaged with all others.
-    mixed_precision : optional
-        Not supported yet.
+    mixed_precision : torch.nn.parallel.distributed._MixedPrecision, optional
+        Has forwards computed in its ``param_dtype``, gradients averaged in its
+        ``reduce_dtype``, and buffers kept in its ``buffer_dtype``: float16, bfloat16,
+        float32, float64, or None, which leaves things as they are (of ``reduce_dtype``:
+        as ``param_dtype`` has them).  It is torch's experiment; ``torch.autocast``
+        chooses by the operation instead, and ``bf16_compress_hook`` averages in 16 bits
+        alone.
     strict : bool, optional
         Whether to refuse, in torch's words, what torch refuses and this class serves:
         parameters left out without ``find_unused_parameters``, with it a gradient of
@@ -212,6 +217,25 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
       the end of the backward, of models on the CPU alone. The forward must be in that
       context too. torch's engine raises our errors as ``RuntimeError``.
 
+    With ``mixed_precision``:
+
+    - Parameters have their own dtype whenever the module does not run, and ``.grad``
+      has it always, under ``no_sync()`` too.  torch's have ``param_dtype`` from a
+      forward until a synchronised backward: after an evaluation for good.
+    - The module has copies in the places of its parameters while it runs.  What reaches
+      a parameter by another way (a list of tensors, a closure) gets it as it is, and so
+      does ``wrapper.module(...)``.  There are no ``_mp_param`` and ``_fp_param``.
+    - 16-bit gradients are added up in float32, and rounded once.
+    - Buffers of integers stay integers: torch has BatchNorm count in ``buffer_dtype``.
+    - Communication hooks may be registered: they get buckets of ``reduce_dtype``.
+      Optimizers in backward, tied parameters, accumulation and both kinds of
+      checkpoints work.
+    - Modules with ``sparse=True``, and parts that ``torch.jit`` has compiled, are
+      refused.
+    - torch 2.13 averages memory that was never written in its first step, and with
+      ``gradient_as_bucket_view`` takes later steps by old gradients, as seen on the
+      CPU.  Here the first step is as any other, and both settings give the same bits.
+
     As in torch, ``max_norm`` of an embedding scales the rows that its own rank used.
 
     On GPUs:
@@ -291,7 +315,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         self.static_graph = False
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
-        self.mixed_precision = None
+        self.mixed_precision = mixed_precision
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = 250 * MIB  # where torch's code asks
         self.bucket_bytes_cap = options.network_caps.bucket_bytes

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline import _environment, _native
 from paceline._compat import torch_core, torch_groups
+from paceline._ddp.mixed_precision import Precision
 
 MIB = 1 << 20
 VIEW_BYTES = 32 * 1024
@@ -49,6 +50,7 @@ class Options:
     network_caps: Caps = DEFAULT_NETWORK_CAPS  # that a hook or a process group carries
     strict: bool = False  # refuse what torch refuses
     accumulate_in_fp32: bool = False  # 16-bit gradients on GPUs
+    precision: Precision | None = None  # of forwards and averages, if mixed
 
     def caps_of(self, *, is_by_group: bool, is_on_gpu: bool) -> Caps:
         """Return the caps that suit what carries gradients."""
@@ -103,10 +105,8 @@ def read(
     )
     try:
         if mixed_precision is not None and mixed_precision is not False:
-            raise NotImplementedError(
-                f"mixed_precision={mixed_precision!r} is not supported by this version "
-                "of paceline; leave it out"
-            )
+            precision = Precision.of(mixed_precision)
+            options = dataclasses.replace(options, precision=precision)
         caps, network_caps = _read_caps(bucket_cap_mb, bucket_cap_mb_list)
         options = dataclasses.replace(options, caps=caps, network_caps=network_caps)
         if strict is None:

@@ -15,14 +15,14 @@ import enum
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from paceline import _native, _recorder
-from paceline._ddp import placement, strict
+from paceline._ddp import mixed_precision, placement, strict
 from paceline._ddp.comm_hooks import CommHookRunner, CommHooks
 from paceline._ddp.model_changes import Changes
 from paceline._ddp.model_spec import (
@@ -91,6 +91,7 @@ class Session:
         self.options = options
         self.membership = membership
         self.model = Model([], [])
+        self.reduced: Sequence[torch.Tensor] = []  # by the reducer: their gradients
         # None where there is nothing to average, or nobody was met
         self.reducer: _native.Reducer | None = None
         self.strict_check: strict.DynamicGraph | strict.StaticGraph | None = None
@@ -175,6 +176,9 @@ class Session:
         self.model = model
         self.membership = Membership.ALONE if meeting.size == 1 else Membership.MET
         self.wrapper._show_model(model)
+        module, precision = self.wrapper.module, options.precision
+        reduced = mixed_precision.prepare(module, model, precision)
+        self.reduced, stands_in = reduced, reduced is not model.trainable
         uses_group = meeting.uses_group and gpu is None
         if meeting.size == 1 and not uses_group and not self.needs_reducer:
             return  # the gradients of one rank are their own average
@@ -183,13 +187,10 @@ class Session:
         buffers = model.buffers if self.sends_buffers else []
         owners = [(owner, name) for _, owner, name in buffers]
         bytes_of = (caps.bucket_bytes, caps.last_bytes)
+        view_bytes = 0 if stands_in else options.view_bytes(is_on_gpu=gpu is not None)
+        native = gpu.native if gpu is not None else None
         arena_bytes, n_ops, host_bytes = _native.measure(
-            self.model.trainable,
-            owners,
-            *bytes_of,
-            model.sparse,
-            gpu.native if gpu is not None else None,
-            meeting.size,
+            reduced, owners, *bytes_of, model.sparse, native, meeting.size
         )
         arena_bytes = max(arena_bytes, MIB)
         device = {}
@@ -203,13 +204,16 @@ class Session:
                 copy_model(world, options.group, tensors)
             reducer = _native.Reducer(
                 world,
-                self.model.trainable,
+                reduced,
                 owners,
                 *bytes_of,
-                options.view_bytes(is_on_gpu=gpu is not None),
+                view_bytes,
                 model.sparse,
                 caps.each,
             )
+            mixed_precision.release(reduced)
+            reducer.binds_new = stands_in
+            reducer.keeps_grads = not (options.as_bucket_views or stands_in)
         except BaseException:
             world.note_exception(traceback.format_exc())
             world.leave()
@@ -226,7 +230,6 @@ class Session:
         self.set_sync(self.sync, self.in_no_sync)
         self.set_join(self.join)
         reducer.follows_forwards = True
-        reducer.keeps_grads = not self.options.as_bucket_views
         self.log.first_buckets = reducer.buckets
         self.follow_graph()
         self.attach_comm_hook()
@@ -261,6 +264,7 @@ class Session:
             if self.sends_buffers:
                 model.check_buffers()
             model.check_supported(wrapper.module)
+            mixed_precision.check(wrapper.module, model, options.precision)
             device = model.parameters[0][1].device
             if placement.is_gpu(device):
                 gpu, here = placement.open_gpu(device, is_alone=meeting.size == 1)
@@ -274,6 +278,7 @@ class Session:
             "a hook for buffers": self.sends_buffers,
             "strict": options.strict,
             "accumulate_in_fp32": options.accumulate_in_fp32,
+            "mixed_precision": options.precision,
             "gradient_as_bucket_view": options.view_bytes(gpu is not None),
         }
         received = meeting.exchange((digest, agreed, error, here, _recorder.identity()))
@@ -331,7 +336,8 @@ class Session:
             self._set_up_alone()  # which takes the hook
         elif hooks:
             caps, uses_group = self.options.network_caps, self.world.uses_group
-            runner = CommHookRunner(self.reducer, self.model, hooks[0], uses_group)
+            tensors, sparse = self.reduced, self.model.sparse
+            runner = CommHookRunner(self.reducer, tensors, sparse, hooks[0], uses_group)
             self.reducer.set_comm_hook(
                 runner, caps.bucket_bytes, caps.last_bytes, caps.each
             )

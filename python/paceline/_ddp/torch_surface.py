@@ -19,7 +19,14 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from paceline import _gpu
 from paceline._compat import torch_core
-from paceline._ddp import comm_hooks, forward, placement, strict, torch_reducer
+from paceline._ddp import (
+    comm_hooks,
+    forward,
+    mixed_precision,
+    placement,
+    strict,
+    torch_reducer,
+)
 from paceline._ddp.model_spec import Model
 from paceline._ddp.session import Session
 
@@ -65,9 +72,13 @@ class TorchSurface(TorchDDP):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch_core.is_compile_used() or self._has_own_parts():
-            return self._forward_in_parts(inputs, kwargs)
         session = self._session
+        if (
+            torch_core.is_compile_used()
+            or self._has_own_parts()
+            or session.options.precision is not None
+        ):
+            return self._forward_in_parts(inputs, kwargs)
         forward_pass = forward.begin(self, session)
         try:
             if self.device_ids:
@@ -114,7 +125,11 @@ class TorchSurface(TorchDDP):
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module as the one that torch.compile splits at its buckets."""
         before = torch_core.exchange_active_ddp(self)
+        precision = self._session.options.precision
         try:
+            if precision is not None and precision.param_dtype is not None:
+                dtype = precision.param_dtype
+                return mixed_precision.run(self.module, dtype, inputs, kwargs)
             return self.module(*inputs, **kwargs)
         finally:
             torch_core.exchange_active_ddp(before)

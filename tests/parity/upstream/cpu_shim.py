@@ -57,8 +57,17 @@ def _without_devices(constructor: Callable[..., None]) -> Callable[..., None]:
         kwargs.pop("device_ids", None)
         kwargs.pop("output_device", None)
         constructor(self, *args, **kwargs)
+        if kwargs.get("mixed_precision") is not None:
+            _name_copies(self.module, kwargs["mixed_precision"].param_dtype)
 
     return __init__
+
+
+def _name_copies(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Name what torch's tests ask for: copies that ours has in a forward alone."""
+    for p in module.parameters():
+        if not hasattr(p, "_mp_param") and not hasattr(p, "_ddp_ignored"):
+            p._mp_param, p._fp_param = p.data.to(dtype), p.data  # type: ignore
 
 
 def _small(ones: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,10 +92,16 @@ class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         return module
 
 
-class _Stream:
-    """A stream of a device that has none: all is done when it returns."""
+class _Stream(contextlib.nullcontext[Any]):
+    """A stream of a device that has none, or an event: all is done at once."""
 
     def wait_stream(self, _: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def wait(self, stream: Any) -> None:
         pass
 
 
@@ -114,6 +129,7 @@ def install(wrapper: Any, n_ranks: int) -> None:
     torch.cuda.synchronize = lambda *_, **__: None
     if hasattr(torch, "accelerator"):
         torch.accelerator.current_stream = lambda *_: _Stream()  # type: ignore
+    torch.Stream = torch.Event = _Stream  # type: ignore
     torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: n_ranks

@@ -63,6 +63,11 @@ ADAPTED = {
     "test_ddp_model_diff_num_params_across_ranks": 1,
     "test_ddp_model_diff_shape_across_ranks": 1,
     "test_ddp_namedtuple": 1,
+    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": 1,
+    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": 1,
+    "test_ddp_native_mixed_precision_ignored_params": 1,
+    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": 1,
+    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": 1,
     "test_ddp_new_tensor_in_fwd": 2,
     "test_ddp_new_tensor_in_fwd_static_graph": 2,
     "test_ddp_python_error_logged": 1,
@@ -119,11 +124,6 @@ DIFFERS = {
         r"TypeError: _compute_bucket_assignment_by_size\(\): incompatible",
         "hands `model.logger` to a function of torch that wants torch's C++ object",
     ),
-    "test_ddp_native_mixed_precision_ignored_params": (
-        1,
-        r"NotImplementedError: mixed_precision=.* is not supported",
-        "refused at construction: `mixed_precision`",
-    ),
     "test_ddp_profiling_autograd_profiler": _TRAFFIC,
     "test_ddp_profiling_torch_profiler": _TRAFFIC,
 }
@@ -151,19 +151,10 @@ _SYNC_BATCH_NORM = [
     "test_DistributedDataParallel_SyncBatchNorm_half",
     "test_sync_bn_logged",
 ]
-_MIXED_PRECISION = [
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
-]
 # Those that torch's own class does not pass here either.
 NOT_RUN = {
     **dict.fromkeys(
         _SYNC_BATCH_NORM, "needs a GPU: SyncBatchNorm has no kernels for the CPU"
-    ),
-    **dict.fromkeys(
-        _MIXED_PRECISION, "needs a GPU: `mixed_precision` records events of a device"
     ),
     "test_DistributedDataParallel": "torch skips it on Linux; its own class fails it "
     "on the CPU (parameters differ from the plain model's)",

@@ -18,6 +18,7 @@ from support.programs import run_python
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -286,6 +287,8 @@ OF_ANOTHER_TYPE = [  # name, value, what of it is named
     ("bucket_cap_mb_list", 25, "25"),
     ("bucket_cap_mb_list", [1, None], "None"),
     ("strict", "no", "'no'"),
+    ("mixed_precision", "any", "'any'"),
+    ("mixed_precision", _MixedPrecision(torch.int8), r"int8, .*"),
 ]
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 NO_GRADIENT = "any parameter that requires a gradient"
@@ -294,7 +297,6 @@ REFUSED = [
     *(("bucket_cap_mb", n, ValueError, f"bucket_cap_mb is {n}") for n in NO_SIZES),
     *(("module", m, TypeError, "module is ") for m in (None, 3, [nn.Linear(1, 1)])),
     ("process_group", OUTSIDE, ValueError, "process_group does not have this rank"),
-    ("mixed_precision", "any", NotImplementedError, "mixed_precision='any'"),
     ("module", nn.ReLU(), RuntimeError, NO_GRADIENT),
 ]
 
@@ -385,7 +387,8 @@ INHERITED = {
         _check_and_sync_module_buffers _check_global_requires_backward_grad_sync
         _match_all_reduce_for_bwd_pass _match_unused_params_allreduce
         _sync_final_model""",
-    "called with mixed_precision alone: refused": "_fire_reducer_autograd_hook",
+    "called with mixed_precision alone, which needs none of it": """
+        _fire_reducer_autograd_hook""",
     "called by torch's __getstate__, which is replaced": "_check_default_group",
     "depends on its arguments, or on attributes that are set, alone": """
         _find_common_rank _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd

@@ -1,0 +1,242 @@
+"""``mixed_precision``: a forward by copies of the parameters in fewer bits.
+
+::
+
+    parameter (full) -- to(param_dtype), recorded --> copy, in the module's slot
+    .grad (full) <------ autograd ------------------- gradient of the copy
+         |  ^
+         |  +-- to(full) ------- mean over the ranks, of reduce_dtype
+         +-- to(reduce_dtype) -> bucket
+
+The parameters never change their dtype: a copy stands in the slot of ``_parameters``
+while the module runs, and again in the backward, for what is computed anew there
+(checkpoints).  The reducer has a :class:`StandIn` for each parameter, whose ``.grad``
+is that of the parameter in another dtype, both ways.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline._compat import torch_core, torch_groups
+from paceline._ddp.model_spec import Model
+
+_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a forward, of its gradients' average, and of buffers; None: own."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None  # None: as param_dtype
+    buffer_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, config: Any) -> Precision:
+        """Read torch's ``_MixedPrecision``, or what has its fields."""
+        dtypes = [getattr(config, name, config) for name in _FIELDS]
+        if any(dtype not in _DTYPES for dtype in dtypes):
+            raise TypeError(
+                f"mixed_precision is {config!r}: give torch.nn.parallel.distributed."
+                "_MixedPrecision, whose param_dtype, reduce_dtype and buffer_dtype are "
+                "float16, bfloat16, float32, float64 or None"
+            )
+        return cls(*dtypes)
+
+
+def check(module: torch.nn.Module, model: Model, precision: Precision | None) -> None:
+    """Raise for a model whose parameters can have no copies in their places."""
+    if precision is None:
+        return
+    if model.sparse:
+        raise NotImplementedError(
+            "mixed_precision is not supported for modules with sparse=True, whose "
+            "gradients autograd cannot convert: leave out one of the two"
+        )
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise NotImplementedError(
+            "mixed_precision is not supported for parts that torch.jit has compiled: "
+            "use torch.autocast in the module's forward instead"
+        )
+
+
+# ---- a forward ----------------------------------------------------------------------
+
+_Slot = tuple[dict[str, Any], str, torch.Tensor]
+
+
+def _slots(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[_Slot]:
+    """Yield (``_parameters``, name, parameter) of each that has another dtype."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            full = f"{path}.{name}" if path else name
+            if (
+                parameter is not None
+                and parameter.is_floating_point()
+                and parameter.dtype != dtype
+                and full not in ignored
+            ):
+                yield part._parameters, name, parameter
+
+
+class _Swap:
+    """Has copies in the places of a module's parameters, until :meth:`restore`."""
+
+    def __init__(self, slots: list[_Slot], copies: dict[torch.Tensor, Any]) -> None:
+        self._slots, self._copies = slots, copies
+        for owner, name, parameter in slots:
+            owner[name] = copies[parameter]
+
+    def restore(self) -> None:
+        """Put the parameters back; one that the module has replaced stays so."""
+        slots, self._slots = self._slots, []
+        for owner, name, parameter in slots:
+            if owner.get(name) is self._copies[parameter]:
+                owner[name] = parameter
+
+    # The engine calls it at the end of a backward, and drops it if that fails.
+    __call__ = __del__ = restore
+
+
+class _Copies:
+    """The copies of one forward, and the hook on its outputs, which puts them back.
+
+    It refers to the module weakly, which may keep its outputs, and with them this.
+    """
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._dtype = weakref.ref(module), dtype
+        self._made: dict[torch.Tensor, Any] = {}  # one for all names of a parameter
+
+    def swap(self) -> _Swap | None:
+        """Put copies in the places of the parameters that are not there yet."""
+        module = self._module()
+        slots = list(_slots(module, self._dtype)) if module is not None else []
+        for _, _, parameter in slots:
+            if parameter not in self._made:
+                self._made[parameter] = parameter.to(self._dtype)
+        return _Swap(slots, self._made) if slots else None
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        swap = self.swap()
+        if swap is not None:  # of several outputs, the first that has a gradient
+            torch_core.at_end_of_backward(swap)
+
+
+def run(
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return what the module makes of its inputs, all of it computed in ``dtype``."""
+    inputs, kwargs = torch_groups.cast_inputs(dtype, inputs, kwargs)
+    copies = _Copies(module, dtype)
+    swap = copies.swap()
+    try:
+        output = module(*inputs, **kwargs)
+    finally:
+        if swap is not None:
+            swap.restore()
+    for leaf in torch_core.leaves_of(output):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(copies)  # type: ignore[no-untyped-call]
+    return output
+
+
+# ---- gradients ----------------------------------------------------------------------
+
+
+class StandIn(torch.Tensor):
+    """What the reducer has of a parameter: its gradient, in another dtype."""
+
+    parameter: torch.Tensor
+    reduce_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, dtype: torch.dtype) -> StandIn:
+        """Make one of a parameter's shape and strides, which has no other values."""
+        self = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        self = self.as_subclass(cls)
+        self.parameter, self.reduce_dtype = parameter, dtype
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The parameter's gradient, converted both ways."""
+        gradient = self.parameter.grad
+        return None if gradient is None else gradient.detach().to(self.reduce_dtype)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        parameter = self.parameter
+        if value is not None:
+            value = value.to(parameter.dtype)
+            if parameter.grad is not None:
+                with torch.no_grad():  # somebody may know the tensor, or its graph
+                    parameter.grad.copy_(value)
+                return
+        parameter.grad = value
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Have a hook on the parameter."""
+        return self.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def _post_accumulate_grad_hooks(self) -> Any:
+        return self.parameter._post_accumulate_grad_hooks
+
+    @_post_accumulate_grad_hooks.setter
+    def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
+        self.parameter._post_accumulate_grad_hooks = hooks
+
+
+def prepare(
+    module: torch.nn.Module, model: Model, precision: Precision | None
+) -> Sequence[torch.Tensor]:
+    """Cast the buffers; return what a reducer takes for the trainable parameters.
+
+    It is ``model.trainable`` itself where the gradients of all are to be as they are.
+    """
+    if precision is None:
+        return model.trainable
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and name not in ignored:
+            buffer.data = buffer.to(dtype=precision.buffer_dtype)
+    dtype = precision.reduce_dtype or precision.param_dtype
+    stand_ins = [
+        StandIn.of(p, dtype)
+        if dtype is not None and p.is_floating_point() and p.dtype != dtype
+        else p
+        for p in model.trainable
+    ]
+    is_any = any(type(p) is StandIn for p in stand_ins)
+    return stand_ins if is_any else model.trainable
+
+
+def release(reduced: Sequence[torch.Tensor]) -> None:
+    """Free the memory of stand-ins, of which a reducer has read shape and strides."""
+    for tensor in reduced:
+        if type(tensor) is StandIn:
+            tensor.untyped_storage().resize_(0)
+
+
+torch_core.skip_frames(
+    run,
+    _slots,
+    _Swap.__init__,
+    _Swap.restore,
+    _Copies.swap,
+    _Copies.__call__,
+    StandIn.grad.fget,  # type: ignore[attr-defined]
+    StandIn.grad.fset,  # type: ignore[attr-defined]
+)
