@@ -225,7 +225,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - The module has copies in the places of its parameters while it runs.  What reaches
       a parameter by another way (a list of tensors, a closure) gets it as it is, and so
       does ``wrapper.module(...)``.  There are no ``_mp_param`` and ``_fp_param``.
-    - 16-bit gradients are added up in float32, and rounded once.
+    - On the CPU 16-bit gradients are added up in float32, and rounded once; on GPUs as
+      ``accumulate_in_fp32`` says.  A rank that is alone rounds nothing.
     - Buffers of integers stay integers: torch has BatchNorm count in ``buffer_dtype``.
     - Communication hooks may be registered: they get buckets of ``reduce_dtype``.
       Optimizers in backward, tied parameters, accumulation and both kinds of
