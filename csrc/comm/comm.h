@@ -8,8 +8,8 @@
  * All kinds of communication implement one table of functions.  An operation is data
  * (pl_op); pl_comm_issue() checks it and passes it to the kind's `issue`.  Issuing
  * never waits: on shared memory it stores a counter; on a device it enqueues on the
- * communication stream after the event `order->ready`, then records `order->done`.
- * Callers ask for completion by ticket alone, so the reducer works with every kind.
+ * side stream after the event `order->ready`, then records `order->done`.  Callers ask
+ * for completion by ticket alone, so the reducer works with every kind.
  */
 #ifndef PLI_COMM_H
 #define PLI_COMM_H
@@ -21,15 +21,15 @@
 
 /* Device-side order of one operation; the members are NULL on the CPU. */
 typedef struct pli_order {
-    pl_event *ready; /* the range is valid once this event has happened */
+    pl_event *ready; /* the range is valid after this event */
     pl_event *done;  /* recorded after the operation */
 } pli_order;
 
-/* One user's reference to a device's memory, which stays valid and in place until
- * `release` drops the last reference.  Any thread may release, even after the world is
- * destroyed or during a graph capture.  The user's streams may still read the memory
- * then: work of its next user is ordered after them, as when a tensor is freed.  Each
- * kind's struct begins with this one. */
+/* A reference to device memory, which stays valid and in place until `release` drops
+ * the last reference.  Any thread may release, even after the world is destroyed or
+ * during a graph capture.  Streams that wait for the world's operations may still read
+ * the memory then; it is reused or freed after their work.  Each kind's struct begins
+ * with this one. */
 typedef struct pli_memory_ref pli_memory_ref;
 struct pli_memory_ref {
     void (*release)(pli_memory_ref *ref);
@@ -39,7 +39,7 @@ struct pli_memory_ref {
 typedef enum pli_query {
     PLI_QUERY_GONE,  /* fails if a rank is gone; does not fail the world */
     PLI_QUERY_STEP,  /* fails if the step has failed, on any rank */
-    PLI_QUERY_WORLD, /* fails if no step can follow: a rank is gone, or was late */
+    PLI_QUERY_WORLD, /* fails if no step can follow: a rank is gone or timed out */
 } pli_query;
 
 /* Operations of one form, of any size from n_least elements to that of `op`. */
@@ -54,7 +54,7 @@ typedef struct pl_comm_ops {
     const char *name;
     pl_status (*issue)(pl_comm *comm, const pl_op *op, const pli_order *order,
                        pl_ticket *out);
-    void (*work)(pl_comm *comm); /* progress; a later call returns the failure */
+    void (*work)(pl_comm *comm); /* progress; a later call returns its failure */
     pl_status (*progress)(pl_comm *comm);
     pl_status (*check_peers)(pl_comm *comm); /* progress; fails if a rank is gone */
     pl_status (*query)(pl_comm *comm, pli_query what); /* any thread */
@@ -76,12 +76,12 @@ typedef struct pl_comm_ops {
 typedef struct pli_host_ops {
     /* Like abort, but permanent: nothing recovers from it. */
     void (*end)(pl_comm *comm, const char *message);
-    /* Leaves a bit for the peers at a point that all ranks pass: the n-th notice after
-     * the operations issued so far, with n from 1 to PLI_MOST_NOTICES.  One store. */
+    /* Leaves a bit for the peers as the n-th notice since the last issued operation,
+     * with n from 1 to PLI_MOST_NOTICES.  Every rank passes this point.  One store. */
     void (*notify)(pl_comm *comm, unsigned n, unsigned bit);
-    /* Waits until `rank` has reached this point.  *bit is 0 if `rank` has passed it,
-     * and 1 if `rank` is at a barrier, so that both ranks find the mismatch.
-     * PL_EMISMATCH if `rank` itself waits for this rank. */
+    /* Waits until `rank` has left its n-th notice, and returns its bit.  If a later one
+     * has replaced it, *bit is 0; if `rank` is at a barrier, 1: both ranks then find
+     * the mismatch.  PL_EMISMATCH if `rank` waits for this rank. */
     pl_status (*await_notice)(pl_comm *comm, int rank, unsigned n, int64_t slice_ns,
                               unsigned *bit);
     /* Maps a range of this rank's own arena a second time; unshare_own() makes such a
@@ -94,16 +94,15 @@ typedef struct pli_host_ops {
 
 /* Further functions of a kind with a device. */
 typedef struct pli_device_ops {
-    /* Orders later work on `stream` after all device operations issued so far.  These
-     * have been enqueued when the call returns. */
+    /* Orders later work on `stream` after all device operations issued so far, which
+     * are enqueued by then. */
     pl_status (*order)(pl_comm *comm, pl_stream *stream);
-    /* After a failed step, work on `stream` may still touch the device's memory, and no
-     * operation is ordered after it.  Orders the world's later work, and the release of
-     * that memory, after `stream`. */
+    /* Orders the world's later work, and the release of its memory, after the work on
+     * `stream`.  For a failed step, whose work there may still touch the memory. */
     void (*follow)(pl_comm *comm, pl_stream *stream);
-    /* retain_memory() returns a further reference to the present device memory.
-     * renew() takes other memory, contents undefined; no operation may be in flight.
-     * Retained memory stays.  Each rank may call them alone. */
+    /* retain_memory() returns a new reference to the present device memory.  renew()
+     * gives the world other memory with undefined contents; no operation may be in
+     * flight.  Retained memory stays valid.  Neither call is collective. */
     pli_memory_ref *(*retain_memory)(pl_comm *comm);
     pl_status (*renew)(pl_comm *comm);
     /* Collective, before the first step: runs operations as steps will issue them,
@@ -115,7 +114,7 @@ typedef struct pli_device_ops {
 
 enum { PLI_MOST_NOTICES = 127 };
 
-/* A chunk that stays in cache between two ranks; pl_reducer_max_ops() counts by it. */
+/* chunk_bytes over shared memory: a chunk stays in cache between two ranks. */
 enum { PLI_SHM_CHUNK_BYTES = 1 << 20 };
 
 /* Every kind's struct begins with this one. */
@@ -126,18 +125,18 @@ struct pl_comm {
     pl_comm *base; /* the world below: this host's ranks, or all; NULL if none */
     int rank;
     int world_size;
-    char *arena; /* its host memory, owned by the lowest world */
+    char *arena; /* this rank's host memory, owned by the lowest world */
     size_t arena_bytes;
-    size_t host_bytes; /* offsets below are host memory; arena_bytes without a device */
+    size_t host_bytes;   /* of the arena in host memory; all of it without a device */
     char *device_memory; /* the rest of the arena; renew() changes it */
-    pl_backend *backend; /* of the memory above; NULL if none; borrowed */
+    pl_backend *backend; /* of device_memory; NULL if none; borrowed */
     size_t chunk_bytes;  /* best size of operations for a long range */
     int is_group_comm;
-    int is_failure_final;   /* recover() fails: no failed step can be left behind */
+    int is_failure_final;   /* recover() always fails: a failed step ends the world */
     pli_recorder *recorder; /* of this rank's steps; NULL if none; borrowed */
 };
 
-/* Call before the first step.  The world then records its parts and waits, and the
+/* Call before the first step.  The world then records its operations, its waits and the
  * rank's activity, until it is destroyed or the recorder is set to NULL. */
 static inline void pli_comm_set_recorder(pl_comm *comm, pli_recorder *recorder)
 {
@@ -155,8 +154,8 @@ static inline void pli_comm_record_activity(pl_comm *comm, pl_activity activity,
     pli_recorder_activity(comm->recorder, activity, step);
 }
 
-/* Keeps `message` (a traceback, say) for peers that must report this rank.  NULL
- * forgets it; after a failure of this rank, NULL means that no message follows. */
+/* Keeps `message` (a traceback, say) for peers that report a failure of this rank.
+ * NULL removes it; after such a failure NULL only announces that no message follows. */
 static inline void pli_comm_set_failure_message(pl_comm *comm, const char *message)
 {
     comm->ops->set_failure_message(comm, message);
@@ -176,7 +175,7 @@ static inline pl_status pli_comm_check_peers(pl_comm *comm)
     return comm->ops->check_peers(comm);
 }
 
-/* For threads other than the rank's own: fails if the peers have; else does nothing. */
+/* For any thread: returns PL_OK, or the failure that `what` asks about. */
 static inline pl_status pli_comm_query(pl_comm *comm, pli_query what)
 {
     return comm->ops->query(comm, what);

@@ -5,37 +5,37 @@
  *              \--> comm (the base world), backend, core
  *
  * A GPU world stands on another world of the same ranks, its *base* (shm, hierarchy,
- * group, or of one rank).  The hosts exchange through it what the ranks must agree on,
- * which rank failed, and which rank waits for which.  The arena's first host_bytes are
- * the base's; above them lies memory of this rank's GPU, on which NCCL operates:
+ * group, or a world of one rank).  Through the base, the ranks reach agreements and
+ * learn which rank failed and which rank waits for which.  The arena's first host_bytes
+ * belong to the base; the rest is memory of this rank's GPU, on which NCCL operates:
  *
- *     offset < host_bytes     the base does it: host memory
- *     offset >= host_bytes    enqueued at once on the side stream, behind order->ready;
- *                             order->done is recorded behind it
+ *     offset < host_bytes     the base runs the operation, in host memory
+ *     offset >= host_bytes    NCCL runs it: issue() enqueues it on the side stream
+ *                             after order->ready, and then records order->done
  *
- * Device operations are enqueued in program order, which is the same on every rank,
- * also relative to the user's own collectives.  Their ticket is that of the base's
- * latest operation: tickets never shrink, but need not grow.  A ticket is done when the
- * base's operations up to it are done and the device's are *enqueued*; pli_comm_order()
- * makes a stream wait for the latter.  So the host never waits for a device in a step.
+ * Every rank must enqueue device operations and the user's collectives in the same
+ * order.  The ticket of a device operation is that of the base's latest operation, so
+ * several operations may have one ticket.  A ticket is done when the base's operations
+ * up to it are done, and the device operations are *enqueued*; pli_comm_order() makes a
+ * stream wait for these.  So the host never waits for a device in a step.
  *
- * A wait for a host operation returns once every rank has enqueued all that it issued
- * before, so a step must end with a host operation, at least a PL_BARRIER.  The
- * operation also shows whether all ranks issued the same device operations, which NCCL
- * cannot see.
+ * A wait for a host operation returns once every rank has enqueued the device
+ * operations before it, so a step must end with a host operation, at least a
+ * PL_BARRIER.  Its mark shows whether all ranks issued the same device operations,
+ * which NCCL cannot see.
  *
- * If a step fails, every rank aborts the communicator at once, so that no kernel spins
- * on the device, and pl_comm_recover() makes a new one.  The host is ahead of the
- * device, so the abort first waits for the operations of finished steps.  The watchdog
- * (watchdog.h) does the same while the host sleeps in a call of the user.
+ * If a step fails, every rank aborts the communicator, so that no kernel spins on the
+ * device, and pl_comm_recover() makes a new one.  The device may still run operations
+ * of finished steps, so the abort waits for these first.  The watchdog (watchdog.h)
+ * does this too, so that the rank's thread may be blocked elsewhere.
  *
  * A call into NCCL may block for as long as a peer keeps it waiting.  During
- * construction a helper thread (helper_thread.h) makes these calls, and tries all that
- * steps will do; in a step the watchdog aborts a call that does not return.
+ * construction a helper thread (helper_thread.h) makes these calls, and tries the
+ * operations of steps; in a step the watchdog aborts a call that does not return.
  *
- * Destroying a world waits for this device's part of finished steps: for up to ten
- * seconds per operation, for up to half a second while NCCL flushes, and for up to ten
- * seconds for other work that touches the memory (gpu_memory.h); never for a host.
+ * Destroying a world waits up to ten seconds for each device operation of finished
+ * steps, half a second for NCCL to flush, and ten seconds for other device work that
+ * touches the memory (gpu_memory.h).  It does not wait for other ranks' hosts.
  */
 #ifndef PLI_GPU_COMM_H
 #define PLI_GPU_COMM_H
@@ -44,9 +44,9 @@
 #include "nccl.h"
 #include "watchdog.h"
 
-/* The board: one word per rank while a world is made.  It lies in the base's arena,
- * behind host_bytes. */
-enum { PLI_GPU_BOARD_BYTES = 256 }; /* at the least */
+/* The board holds one word per rank while ranks agree.  It lies in the base's arena,
+ * after host_bytes. */
+enum { PLI_GPU_BOARD_BYTES = 256 }; /* its least size */
 size_t pli_gpu_board_bytes(int world_size);
 
 /* How 16-bit floats are summed for an average. */
@@ -57,17 +57,17 @@ typedef enum pli_accumulation {
 } pli_accumulation;
 
 typedef struct pli_gpu_comm_options {
-    pl_comm *base;          /* the world's on success; arena: host_bytes + the board */
+    pl_comm *base;          /* owned by the world on success; has room for the board */
     pl_backend *backend;    /* cuda; retained */
     pli_nccl_library *nccl; /* retained; NULL: only for a world of one rank */
     pli_watchdog *watchdog; /* borrowed until destroyed; NULL: none */
     size_t host_bytes;      /* a multiple of a cache line */
     size_t device_bytes;
-    size_t n_ops; /* device operations in one step, at the most */
+    size_t n_ops; /* most device operations in one step */
     int64_t deadline_ns;
     pli_accumulation accumulation;
-    /* Called every 50 ms while the ranks meet, also after a failure: non-zero gives up.
-     * NULL: never. */
+    /* Called at least ten times a second while the ranks make a communicator.  If it
+     * returns non-zero, the rank gives up.  May be NULL. */
     int (*is_interrupted)(void *context);
     /* As in pli_pool_options; called in the rank's thread.  May be NULL. */
     void (*empty_caches)(void *context);

@@ -5,30 +5,30 @@
  *     begin   mark_ready mark_ready ...   mark_unused ...   close   wait
  *     [write_late ...   close   wait]   end
  *
- * `mark_ready` takes each gradient as backward produces it, and posts a bucket once all
- * gradients that came last time are in (never before the buckets ahead of it: the order
- * is the same on every rank).  `mark_unused` is for a parameter without a gradient.
- * `close` posts the remaining buckets, and two bytes per parameter: whether any rank
- * used it, and whether any was late.  `wait` ends with every mean in place.
+ * `mark_ready` takes each gradient as backward produces it.  A bucket expects as many
+ * gradients of each parameter as came in the last step.  It is posted once it has them
+ * and all buckets before it are posted, so that every rank posts in the same order.
+ * `mark_unused` is for a parameter without a gradient.  `close` posts the remaining
+ * buckets, and two bytes per parameter: whether any rank used it, and whether any was
+ * late.  When `wait` succeeds, every mean is in place.
  *
  * A gradient that comes after its bucket was posted is *late*: mark_ready refuses it,
  * the caller keeps it, and after `wait` every rank takes part in a second all-reduce of
- * that parameter.  Only what came in the last step lets a bucket be posted early, so a
- * model whose parameters get ready as often as last time is never late.
+ * that parameter.  If every parameter gets its expected number, no gradient is late.
  *
  * A rank that has no more gradients may take *shadow steps*: it contributes zeros, so
- * that the others get their means.  The flags of a step show every rank the role of
- * each: the *participation*.
+ * that the others get their means.  The flags of a step carry each rank's role; all
+ * roles together are the *participation*.
  *
  * The arena:
  *
  *     [ used: n bytes ][ late: n bytes ][ roles ][ forwards ][ order: n uint32 ]
  *     [ extra ][ staging ][ buckets ]
  *
- * `extra` is broadcast with each step, from the lowest rank that was active in the step
- * before, at first rank 0; the caller decides what is in it.  The caller may use
- * `staging` between `wait` and `end`: sparse_exchange.h.  One thread at a time calls a
- * reducer.
+ * Each step broadcasts `extra`, whose contents the caller chooses.  The root is rank 0
+ * at first, and then the lowest rank that was active in the step before.  The caller
+ * may use `staging` between `wait` and `end` (sparse_exchange.h).  Only one thread at a
+ * time may call a reducer.
  */
 #ifndef PLI_REDUCER_H
 #define PLI_REDUCER_H
@@ -41,7 +41,7 @@ typedef struct pl_reducer pl_reducer;
 
 /* How a gradient changes its slot. */
 typedef enum pl_write_mode {
-    PL_REPLACE,  /* the data replaces the slot's; zeros if there is none */
+    PL_REPLACE,  /* the data replaces the slot's; NULL writes zeros */
     PL_ADD,      /* the data is added to the slot */
     PL_IN_PLACE, /* the data is in the slot already */
 } pl_write_mode;
@@ -58,15 +58,15 @@ typedef enum pl_ready_result {
 typedef struct pl_reducer_spec {
     const pl_param *params; /* borrowed during calls only */
     size_t n_params;
-    int world_size; /* 0: up to PL_MAX_RANKS, for which there is always room */
+    int world_size; /* 0 is enough up to PL_MAX_RANKS: there is room for these */
     size_t extra_bytes;
     size_t staging_bytes; /* 0: none */
     pl_plan_caps caps;
 } pl_reducer_spec;
 
 /* The size of the reducer's arena, and the most operations in flight.  The header, at
- * the arena's start, is host memory; all behind it is the backend's: if there is a
- * device, comm->host_bytes must be pl_reducer_header_bytes(). */
+ * the arena's start, is host memory; the rest is memory of the backend.  On a device,
+ * comm->host_bytes must be pl_reducer_header_bytes(). */
 size_t pl_reducer_header_bytes(const pl_reducer_spec *spec);
 size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec);
 size_t pl_reducer_max_ops(const pl_reducer_spec *spec);
@@ -85,25 +85,25 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
                             pl_backend *backend, pl_reducer **out) PL_MUST_USE;
 void pl_reducer_destroy(pl_reducer *reducer);
 
-/* Between steps, on every rank: makes a plan under `caps`, and gives its buckets to a
- * hook.  After `wait` the hook's owner writes the means to the slots; late gradients
- * cannot be taken.  PL_ESTATE if a step is under way or has failed. */
+/* Between steps, on every rank: makes a plan under `caps`, and passes its buckets to
+ * `hook` from now on.  After `wait` the caller writes the hook's means to the slots; it
+ * must refuse late gradients.  PL_ESTATE if a step is under way or has failed. */
 pl_status pl_reducer_set_comm_hook(pl_reducer *reducer, const pl_comm_hook *hook,
                                    const pl_plan_caps *caps) PL_MUST_USE;
 
-/* Sets the stream of all calls but `mark_ready`, which has its own.  NULL at first. */
+/* Sets the stream of all calls but `mark_ready`, which takes one.  NULL at first. */
 void pl_reducer_set_stream(pl_reducer *reducer, pl_stream *stream);
 
-/* Collective, before the first step: makes the world try the operations of steps, after
- * the work on the stream, so that no step has to allocate or to connect ranks.  A no-op
- * on the CPU. */
+/* Collective, before the first step: tries the operations that steps use, so that no
+ * step has to allocate or to connect ranks.  They run on the device after the work on
+ * the stream.  A no-op on the CPU. */
 pl_status pl_reducer_prepare(pl_reducer *reducer) PL_MUST_USE;
 
 /* Starts a step.  PL_ESTATE if one is under way. */
 pl_status pl_reducer_begin(pl_reducer *reducer) PL_MUST_USE;
 
 /* Takes a gradient that backward has just produced.  `data` is dense, in the slot's
- * layout; NULL: there is none, which counts as zeros and as not used. */
+ * layout.  NULL counts as zeros, and as not used. */
 pl_status pl_reducer_mark_ready(pl_reducer *reducer, size_t param, const void *data,
                                 pl_write_mode mode, pl_stream *stream,
                                 pl_ready_result *out) PL_MUST_USE;
@@ -112,11 +112,11 @@ pl_status pl_reducer_mark_ready(pl_reducer *reducer, size_t param, const void *d
  * or change the gradient.  A no-op if none is deferred. */
 pl_status pl_reducer_flush(pl_reducer *reducer, size_t param) PL_MUST_USE;
 
-/* Buckets posted in this step: 0 .. n - 1 of the plan.  The caller may drop what it
- * kept for their members. */
+/* Number of buckets posted in this step: the plan's first ones.  The caller may drop
+ * the data that it kept for their parameters. */
 size_t pl_reducer_n_posted(const pl_reducer *reducer);
 
-/* Whether a gradient for the parameter would now let buckets be posted. */
+/* Whether the next gradient of the parameter would make mark_ready post a bucket. */
 int pl_reducer_may_post(const pl_reducer *reducer, size_t param);
 
 /* Keeps the parameter's bucket back until `close`, so that no gradient for it can be
@@ -124,8 +124,8 @@ int pl_reducer_may_post(const pl_reducer *reducer, size_t param);
 void pl_reducer_defer_bucket(pl_reducer *reducer, size_t param);
 
 /* Before `close`, for a parameter that was not marked ready: this rank contributes
- * `data` (NULL: zeros) if any rank has used it.  The caller keeps the data as if
- * PL_DEFERRED. */
+ * `data` (NULL: zeros) to its mean.  The caller keeps the data unchanged until the
+ * bucket is posted, as for PL_DEFERRED. */
 typedef enum pl_use { PL_UNUSED, PL_USED } pl_use;
 pl_status pl_reducer_mark_unused(pl_reducer *reducer, size_t param, const void *data,
                                  pl_write_mode mode, pl_use use) PL_MUST_USE;
@@ -136,15 +136,15 @@ void pl_reducer_set_sparse(pl_reducer *reducer, size_t param, unsigned n_dims);
 
 pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
 
-/* PL_EAGAIN after about slice_ns. */
+/* Waits for the means.  PL_EAGAIN after about slice_ns. */
 pl_status pl_reducer_wait(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
 /* After `wait`: makes later work on the stream wait for the means.  The call itself
  * never waits; a no-op on the CPU. */
 pl_status pl_reducer_order(pl_reducer *reducer) PL_MUST_USE;
 
-/* After `wait`: the parameters that were late on some rank.  Each rank writes its data
- * for each: PL_ADD adds to the mean, PL_REPLACE puts a new total in its place. */
+/* After `wait`: the parameters that were late on some rank.  Every rank writes data for
+ * each.  The data's mean is added to the first mean (PL_ADD) or replaces it. */
 size_t pl_reducer_n_late(const pl_reducer *reducer);
 int pl_reducer_is_late(const pl_reducer *reducer, size_t param);
 pl_status pl_reducer_write_late(pl_reducer *reducer, size_t param, const void *data,
@@ -154,23 +154,23 @@ pl_status pl_reducer_write_late(pl_reducer *reducer, size_t param, const void *d
 
 /* A rank's synchronised forwards. */
 typedef struct pl_forwards {
-    unsigned n;            /* since the last step */
-    unsigned n_answered;   /* of all: backward has begun since the last step */
-    unsigned n_unanswered; /* since the last step: backward has not begun */
+    unsigned n;            /* forwards since the last step */
+    unsigned n_answered;   /* backwards begun since then, also of earlier forwards */
+    unsigned n_unanswered; /* of the n: backward would be seen, and has not begun */
 } pl_forwards;
 
 /* Between begin and close: puts this rank's forwards into the flags. */
 void pl_reducer_set_forwards(pl_reducer *reducer, const pl_forwards *forwards);
 
-/* After `wait`: PL_EMISMATCH, on every rank, if active ranks are not in the same step:
- * one has skipped a backward, or run one more. */
+/* After `wait`: PL_EMISMATCH, on every rank, if active ranks are not in the same step
+ * because a rank has skipped a backward, or run an additional one. */
 pl_status pl_reducer_check_forwards(const pl_reducer *reducer) PL_MUST_USE;
 
 /* In place of `end`, on every rank: drops the means. */
 void pl_reducer_discard(pl_reducer *reducer);
 
-/* Between steps: this rank gives up the step to come.  If peers have failed that step,
- * this counts as the same failure: recover() then returns no PL_EPEER. */
+/* Between steps: this rank gives up the next step.  If peers have failed it too, this
+ * counts as the same failure: recover() then recovers at once, without PL_EPEER. */
 void pl_reducer_skip(pl_reducer *reducer);
 
 /* ---- ranks without gradients (reducer_join.c) ----------------------------------- */
@@ -193,7 +193,7 @@ typedef struct pl_participation {
  * with zeros; the caller goes on with `close`. */
 pl_status pl_reducer_shadow_step(pl_reducer *reducer, pl_role role) PL_MUST_USE;
 
-/* Participation in the last step that was waited for; at first, of all ranks. */
+/* Participation in the last step whose `wait` succeeded; before it, of all ranks. */
 pl_participation pl_reducer_participation(const pl_reducer *reducer);
 
 /* The rank that broadcasts its `extra` in the next step. */
@@ -203,7 +203,7 @@ int pl_reducer_next_root(const pl_reducer *reducer);
  * pl_comm_wait(). */
 pl_status pl_reducer_send_extra(pl_reducer *reducer, pl_ticket *out) PL_MUST_USE;
 
-/* Between steps, on every rank: marks all ranks active, as a join begins or ends. */
+/* Between steps, on every rank, when a join begins or ends: marks all ranks active. */
 void pl_reducer_reset_participation(pl_reducer *reducer);
 
 /* The rank that broadcasts its `extra` in this step; after `wait`, whether it was
@@ -212,34 +212,34 @@ int pl_reducer_root(const pl_reducer *reducer);
 int pl_reducer_root_is_active(const pl_reducer *reducer);
 
 /* After `wait`, before `end`: turns the means over all ranks into means over the active
- * ones, by one more multiplication and rounding.  Exact if the ratio of the two numbers
- * of ranks is a power of two; a no-op if they are equal. */
+ * ranks, by one more multiplication and rounding.  Exact if the ratio of the two
+ * numbers of ranks is a power of two; a no-op if all ranks are active. */
 pl_status pl_reducer_rescale(pl_reducer *reducer) PL_MUST_USE;
 
-/* ... the same for a mean that is in no slot, but at `mean->to`. */
+/* Rescales likewise one mean, at `mean->to`, that is not in a slot. */
 pl_status pl_reducer_rescale_mean(pl_reducer *reducer, const pl_move *mean) PL_MUST_USE;
 
-/* The last operation of the step is done, so peers take the step.  From here to `end` a
- * failure cannot be recovered from: it ends the world, if this kind can be ended. */
+/* Call when the last operation of the step is done: from then on, peers take the step.
+ * So a failure between this call and `end` ends a world that has pli_host_ops. */
 pl_status pl_reducer_complete(pl_reducer *reducer) PL_MUST_USE;
 
 /* Ends the step, and learns from it for the next one. */
 pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
 
-/* Fails the step on this rank, and so on all; `text` may be NULL.  Over a group comm,
- * if the step has issued nothing yet, it is undone, as if it had not begun. */
+/* Fails the step on this rank, and so on all; `text` may be NULL.  Over a group comm, a
+ * step that has issued nothing yet is undone instead, as if it had not begun. */
 void pl_reducer_fail(pl_reducer *reducer, const char *text);
 
-/* Call before a step begins.  If a step has failed on another rank and this rank has
- * not reported it yet, returns PL_EPEER, so that every rank gives up the same step,
- * however late it comes to it.  After that, recovers together with all ranks (PL_EAGAIN
- * after slice_ns).  PL_OK at once if all is well. */
+/* Call before a step begins.  PL_OK at once if no step has failed.  If another rank has
+ * failed a step, the first call returns PL_EPEER: this rank gives up that step too,
+ * even if it gets there late.  The next call recovers together with all ranks;
+ * PL_EAGAIN after slice_ns. */
 pl_status pl_reducer_recover(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
 /* ---- queries -------------------------------------------------------------------- */
 
-/* Non-zero once the plan follows the order that a step has shown: from then on it stays
- * the same. */
+/* Non-zero once the plan follows the order in which gradients came in a step.  After
+ * that, only a recovery or a new hook changes the plan. */
 int pl_reducer_is_learned(const pl_reducer *reducer);
 
 /* Non-zero between begin and end. */
@@ -257,11 +257,11 @@ size_t pl_reducer_n_not_ready(const pl_reducer *reducer);
 /* Number of gradients for this parameter in this step. */
 unsigned pl_reducer_ready_count(const pl_reducer *reducer, size_t param);
 
-/* After `wait`: non-zero if some rank had a gradient for it. */
+/* After `wait`: non-zero if some rank had a gradient for the parameter. */
 int pl_reducer_is_used(const pl_reducer *reducer, size_t param);
 
 /* After `wait`: the number of sparse dimensions of the gradients, the same on every
- * rank; 0 if some rank's was dense, or no rank had one. */
+ * rank; 0 if a rank had a dense gradient, or no rank had a gradient. */
 unsigned pl_reducer_sparse_dims(const pl_reducer *reducer, size_t param);
 
 /* Byte of the arena at which the parameter's slot begins; a new plan moves it. */
@@ -275,7 +275,7 @@ void *pl_reducer_extra(const pl_reducer *reducer);
 /* Byte of the arena at which the staging begins. */
 size_t pl_reducer_staging_offset(const pl_reducer *reducer);
 
-/* Grows with each new plan: if it differs, slots have moved. */
+/* Grows with each new plan, which moves slots. */
 unsigned pl_reducer_generation(const pl_reducer *reducer);
 
 uint64_t pl_reducer_step(const pl_reducer *reducer);
