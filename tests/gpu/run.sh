@@ -4,7 +4,7 @@
 #
 #   tests/gpu/run.sh first                    in 4 minutes: does it work at all?
 #   tests/gpu/run.sh                          every part
-#   tests/gpu/run.sh build correctness        some of them; build is kept for later calls
+#   tests/gpu/run.sh build correct            some of them; build is kept for later calls
 #   tests/gpu/run.sh --within 560 nccl bench  the whole call within so many seconds
 #   tests/gpu/run.sh --fake                   on simulated CUDA and NCCL, with a package
 #                                             that is installed, if there is one
