@@ -35,7 +35,7 @@ int pli_cuda_device(const pl_backend *backend);
 /* Borrowed. */
 pli_cu_context pli_cuda_context(const pl_backend *backend);
 
-/* Where its kernels come from: "fatbin" or "nvrtc". */
+/* Where the backend's kernels come from: "fatbin" or "nvrtc". */
 const char *pli_cuda_kernels(const pl_backend *backend);
 
 const pli_driver *pli_cuda_driver(const pl_backend *backend);

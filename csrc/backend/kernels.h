@@ -43,8 +43,8 @@ pl_status pli_kernels_scale(pli_kernels *kernels, const pl_move *moves, size_t n
 pl_status pli_kernels_sum(pli_kernels *kernels, const pl_rank_ranges *ranges,
                           pl_stream *stream) PL_MUST_USE;
 
-/* sums[segment] += a hash of the bytes of each of the segment's pieces and of their
- * places in the segment. */
+/* Adds to sums[segment], for each of its pieces, a hash of the bytes and of their
+ * offsets in the segment. */
 pl_status pli_kernels_checksum(pli_kernels *kernels, const pli_piece *pieces,
                                size_t n_pieces, uint64_t *sums,
                                pl_stream *stream) PL_MUST_USE;

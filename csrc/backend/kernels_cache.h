@@ -4,8 +4,8 @@
  *
  * A file is written under a temporary name and then renamed, so that a process sees all
  * of it or none.  A file that is damaged, or that other users may write to, is ignored.
- * The cache reports no errors: if a file cannot be read, the caller compiles; if it
- * cannot be written, it is not kept.
+ * The cache reports no errors: if a file cannot be read, the caller compiles the
+ * kernels; if they cannot be written, the next process compiles them again.
  */
 #ifndef PLI_KERNELS_CACHE_H
 #define PLI_KERNELS_CACHE_H

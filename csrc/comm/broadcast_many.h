@@ -53,7 +53,7 @@ pl_status pli_broadcast_many_begin(pli_broadcast_many *self) PL_MUST_USE;
 pl_status pli_broadcast_many_issue(pli_broadcast_many *self,
                                    pl_ticket *out) PL_MUST_USE;
 
-/* Unpacks the load, once its ticket is done. */
+/* Unpacks the load; call it when the load's ticket is done. */
 pl_status pli_broadcast_many_receive(pli_broadcast_many *self) PL_MUST_USE;
 
 /* Call it also after a failure of any of them. */

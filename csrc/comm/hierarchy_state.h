@@ -80,7 +80,7 @@ typedef struct hierarchy {
     uint64_t n_added;     /* this leader's part is added up; at most n_exchanged + 1 */
     uint64_t n_exchanged; /* exchanged between hosts */
     uint64_t n_down;      /* passed to the host's own world again */
-    uint64_t n_whole;     /* the last that no other follows */
+    uint64_t n_whole;     /* the last one without is_followed */
     pl_ticket last_inner; /* the last ticket of the host's own world */
     _Atomic uint64_t n_done;
     int64_t last_sign_ns;     /* of the last progress during a wait; 0: just now */

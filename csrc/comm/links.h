@@ -14,7 +14,7 @@
 #include "core/status.h"
 
 typedef enum pli_link_stream {
-    PLI_LINK_NOTICE, /* why a leader's step has failed */
+    PLI_LINK_NOTICE, /* why a leader's step failed, or that it still waits */
     PLI_LINK_DATA,
     PLI_LINK_BACK, /* of a reduction that is cut up: the result of each part */
     PLI_N_LINK_STREAMS

@@ -306,7 +306,7 @@ void pli_recorder_wait_ends(pli_recorder *self, int64_t begin_ns, int awaited)
     pli_record *record = record_of(self);
     if (record == NULL || awaited == PLI_RECORDER_NOBODY)
         return;
-    /* While it waits, the thread also does its own parts. */
+    /* Subtract the time in which the waiting thread did its own parts. */
     const int64_t worked = get(&record->reducing_ns) - self->reducing_before_ns;
     const int64_t waited = pli_now_ns() - begin_ns - worked;
     put(&record->waiting_ns, get(&record->waiting_ns) + waited);

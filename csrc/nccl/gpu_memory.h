@@ -53,7 +53,7 @@ pl_status pli_pool_create(const pli_pool_options *options, pli_pool **out) PL_MU
 /* Takes a spare block, or makes one; with one reference. */
 pl_status pli_pool_take(pli_pool *pool, pli_block **out) PL_MUST_USE;
 
-/* Further memory for the world; lives until the pool is closed. */
+/* Allocates further memory for the world, until the pool is closed. */
 pl_status pli_pool_alloc(pli_pool *pool, size_t n_bytes,
                          pli_nccl_memory *out) PL_MUST_USE;
 

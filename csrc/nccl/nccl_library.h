@@ -104,7 +104,7 @@ enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
     X(GroupStart, pli_nccl_result, (void))                                             \
     X(GroupEnd, pli_nccl_result, (void))
 
-/* ... and those of newer versions, each with its first version; NULL if missing */
+/* ... and those of newer versions (the last two: 2.19); NULL if missing */
 #define PLI_NCCL_OPTIONAL_MAP(X)                                                       \
     X(GetLastError, const char *, (pli_nccl_comm comm)) /* 2.13 */                     \
     X(CommInitRankConfig, pli_nccl_result,                                             \

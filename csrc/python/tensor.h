@@ -42,8 +42,8 @@ typedef struct pli_view {
     size_t offset; /* in the window */
 } pli_view;
 
-/* A new torch tensor of layout `layout` over a view.  The window counts it until its
- * storage is freed. */
+/* A new torch tensor of layout `layout` over a view.  The window counts the view until
+ * the tensor's storage is freed. */
 PyObject *pli_tensor_view(const module_state *state, const pli_view *view,
                           const pli_layout *layout);
 

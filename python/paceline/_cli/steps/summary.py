@@ -1,4 +1,4 @@
-"""Summarise processes' last steps, and find the rank that a job's others wait for."""
+"""Summarise the last steps of each process; find the rank that holds up a job."""
 
 from __future__ import annotations
 
