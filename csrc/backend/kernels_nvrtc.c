@@ -96,7 +96,7 @@ done:
 
 /* ---- one program ---------------------------------------------------------------- */
 
-/* The beginning of the compiler's log, behind ": "; empty if there is no log. */
+/* Writes ": " and the beginning of the compiler's log; empty if there is no log. */
 static void read_log(const nvrtc *self, nvrtc_program program, char out[MAX_WORDS])
 {
     size_t n_bytes = 0;

@@ -98,7 +98,7 @@ typedef struct pli_device_ops {
      * are enqueued by then. */
     pl_status (*order)(pl_comm *comm, pl_stream *stream);
     /* Orders the world's later work, and the release of its memory, after the work on
-     * `stream`.  For a failed step, whose work there may still touch the memory. */
+     * `stream`.  Call after a failed step, whose work may still touch the memory. */
     void (*follow)(pl_comm *comm, pl_stream *stream);
     /* retain_memory() returns a new reference to the present device memory.  renew()
      * gives the world other memory with undefined contents; no operation may be in

@@ -11,7 +11,7 @@
 
 enum { HIERARCHY_MESSAGE_BYTES = PLI_NOTICE_BYTES };
 
-/* Phase of a leader; the other ranks of a host ask their host's own world. */
+/* Phase of a leader.  The other ranks of a host read it from their host's world. */
 typedef enum hierarchy_phase {
     HIERARCHY_RUNNING,
     HIERARCHY_FAILED, /* until all hosts have left the step behind */

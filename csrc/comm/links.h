@@ -62,14 +62,14 @@ pl_status pli_links_check_present(pli_links *self) PL_MUST_USE;
 /* PL_EPEER with the reason that a host sent, or is about to, for its failed step. */
 pl_status pli_links_read_notice(pli_links *self, int host) PL_MUST_USE;
 
-/* Sends every host why the step of this epoch failed here.  is_anothers: this host only
- * follows a failure of another. */
+/* Sends every host why the step of this epoch failed here.  is_anothers: another host
+ * failed first, and this one follows. */
 void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers);
 
-/* Whether a failure has been sent to a host in full; sends what it can. */
+/* Sends more of a failure to a host; returns whether all of it has been sent. */
 int pli_links_has_sent_failure(pli_links *self, int host);
 
-/* Tells every host which one this host has waited for, long, in operation `number`.
+/* Tells every host that this host has long waited for `host` in operation `number`.
  * pli_links_waited_for() follows such reports to a host that waits for none. */
 void pli_links_send_waiting(pli_links *self, uint64_t number, int host);
 int pli_links_waited_for(pli_links *self, uint64_t number, int host);

@@ -104,7 +104,7 @@ done:
     return st;
 }
 
-/* Skips processes that have ended: the system may have reused the number. */
+/* Skips processes that have ended: the system may have reused their PID. */
 static pli_process *find_locked(const pli_processes *processes, int pid)
 {
     pli_process *process = processes != NULL ? processes->first : NULL;

@@ -109,7 +109,7 @@ pl_status pli_gpu_comm_try(pli_gpu_comm *self) PL_MUST_USE;
 pl_status pli_gpu_comm_check_ranges(const pli_op_range *ranges,
                                     size_t n_ranges) PL_MUST_USE;
 
-/* Tries these, after `ready`, in the world's memory. */
+/* Tries the ranges in the world's memory, after the event `ready`. */
 pl_status pli_gpu_comm_try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
                                   size_t n_ranges, pl_event *ready) PL_MUST_USE;
 
@@ -132,7 +132,7 @@ int pli_gpu_comm_drain(pli_gpu_comm *self);
 /* PL_OK, or the failure that ended the step. */
 pl_status pli_gpu_comm_check(pli_gpu_comm *self) PL_MUST_USE;
 
-/* Takes the base's answer: if it ends the step, fails the step here and returns why. */
+/* If `st`, from a call of the base, ends the step: fails it here too, returns why. */
 pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
 /* The watchdog's check. */

@@ -34,7 +34,7 @@ done:
 
 /* ---- in the helper thread ------------------------------------------------------- */
 
-/* The data of the call. */
+/* Arguments and result of the call that creates the communicator. */
 typedef struct meeting {
     pli_nccl_library *library; /* retained */
     pl_backend *backend;       /* retained */

@@ -41,7 +41,7 @@ static int is_unannounced(const forward_bytes *counts)
     return counts->n_answered == 0 && counts->n_unanswered > 0;
 }
 
-/* Whether only the number of its forwards is known. */
+/* Whether only the number of the rank's forwards is known. */
 static int is_hidden(const forward_bytes *counts)
 {
     return counts->n_answered == 0 && counts->n_unanswered == 0;

@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> NoReturn:
     Raises
     ------
     UsageError
-        If the arguments name no program, or paceline cannot reach it.
+        If the arguments name no program, or Paceline cannot be installed for it.
     """
     first = arguments[0] if arguments else ""
     if first[:2] == "-n":
@@ -85,7 +85,7 @@ def _python_flags() -> list[str]:
 
 
 def _reach() -> None:
-    """Let paceline reach the program that follows, or refuse to start it."""
+    """Install Paceline for the program that follows; raise if that has no effect."""
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise UsageError(
             "Python with -I, -E or -S cannot be reached: call paceline.install()"
