@@ -201,7 +201,7 @@ class StandIn(torch.Tensor):
 
 def prepare(
     module: torch.nn.Module, model: Model, precision: Precision | None
-) -> Sequence[torch.Tensor]:
+) -> list[Any]:
     """Cast the buffers; return what a reducer takes for the trainable parameters.
 
     It is ``model.trainable`` itself where the gradients of all are to be as they are.

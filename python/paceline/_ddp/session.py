@@ -15,7 +15,7 @@ import enum
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -91,7 +91,7 @@ class Session:
         self.options = options
         self.membership = membership
         self.model = Model([], [])
-        self.reduced: Sequence[torch.Tensor] = []  # by the reducer: their gradients
+        self.reduced: list[Any] = []  # by the reducer: their gradients
         # None where there is nothing to average, or nobody was met
         self.reducer: _native.Reducer | None = None
         self.strict_check: strict.DynamicGraph | strict.StaticGraph | None = None
