@@ -1,21 +1,20 @@
-/* device_group.c - each call is a list of orders, copies and kernels. */
+/* device_group.c - each call enqueues waits, copies and kernels. */
 #include "device_group_state.h"
 
 #include "backend/cuda.h"
 #include "core/alloc.h"
 
 enum {
-    /* One more hop takes some ten microseconds, a link a tenth of a millisecond for
-     * this: what is less comes sooner if member 0 sends it to all. */
+    /* One more hop takes about 10 us, and a link takes about 0.1 ms for this many
+     * bytes.  Smaller segments arrive sooner if member 0 sends them to all members. */
     PASSED_BYTES = 1 << 20,
-    /* Shorter rows of gradients are added up by one member: each shard has a dozen
-     * calls. */
+    /* One member adds up shorter rows of gradients: each shard costs a dozen calls. */
     SHARD_BYTES = 8 << 20,
 };
 
 /* ---- the end of a call ---------------------------------------------------------- */
 
-/* ... that has used one more stream, of a member. */
+/* Ends a call that also used `stream`, which belongs to `member`. */
 static pl_status end_call_on(pli_device_group *self, pl_status st, int member,
                              pl_stream *stream)
 {
@@ -41,7 +40,7 @@ pl_status pli_device_group_end_call(pli_device_group *self, pl_status st)
 
 /* ---- copies --------------------------------------------------------------------- */
 
-/* On whose stream a copy is made. */
+/* The member whose stream runs a copy. */
 static int copier(int source, int target)
 {
     return target != 0 ? target : source;
@@ -81,7 +80,8 @@ pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *stream
 
 /* ---- broadcasts ----------------------------------------------------------------- */
 
-/* Packs a segment into the ring's next slot, once that was read. */
+/* Packs a segment into the ring's next slot, once all readers are done with the
+ * slot. */
 static pl_status pack(pli_device_group *self, const pli_segment *segment, pli_ring ring,
                       unsigned slot, char *block)
 {
@@ -109,7 +109,7 @@ done:
     return st;
 }
 
-/* Whether the one move of a segment is all of it: it needs no packing. */
+/* Whether one move covers the segment, which then needs no packing. */
 static int is_one_block(const pli_segment *segment)
 {
     const pl_move *only = segment->moves;
@@ -117,11 +117,11 @@ static int is_one_block(const pli_segment *segment)
            only->n_elems * pl_dtype_bytes(only->dtype) == segment->n_bytes;
 }
 
-/* A part of a segment on its way. */
+/* A part of a segment in transit. */
 typedef struct load {
     const pli_segment *segment;
-    const char *memory; /* of member 0's */
-    int slot;           /* of the ring, where it is packed; or -1 */
+    const char *memory; /* on member 0 */
+    int slot;           /* of the ring, if packed; or -1 */
     int is_passed;      /* from member to member */
     size_t offset, n_bytes;
 } load;
@@ -159,8 +159,8 @@ done:
     return st;
 }
 
-/* What is passed on comes in parts of a slot's size at the most: a member receives one
- * while it sends the last. */
+/* A segment that members pass on travels in parts of at most one slot: a member
+ * receives a part while it sends the previous one. */
 static pl_status send(pli_device_group *self, const pli_segment *segment, pli_ring ring)
 {
     pl_status st = PL_OK;
@@ -186,9 +186,9 @@ done:
     return st;
 }
 
-/* A member goes on when it has all, and when others have taken what they need of it:
- * member 0 when all has been read, for its replica may write to parameters and buffers.
- */
+/* A member's stream waits until the member has all blocks and others have read theirs
+ * from it.  Member 0's waits for all reads, because its replica may write to parameters
+ * and buffers. */
 static pl_status end_broadcast(pli_device_group *self, pl_stream *const *streams)
 {
     pl_status st = PL_OK;

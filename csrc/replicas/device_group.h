@@ -1,26 +1,27 @@
-/* device_group.h - parameters to the devices of one process, and copies between them,
- * and sums of gradients, ordered by events alone.
+/* device_group.h - copies tensors between the devices of one process and sums
+ * gradients; only events order the work.
  *
  *     python/dp
  *       \--> device_group --> backend/cuda, cuda_peers
  *
- * Member 0 has the model; every other member has a replica.  Two members may be one
- * device.  Parameters go to a member on its side stream, so that copies to several
- * devices run side by side; what member 0 packs is on its own.  Arguments and outputs,
- * for which the member has to wait in any case, go on the stream that it computes on.
- * Nothing here waits on the host, or allocates.
+ * Member 0 has the model; every other member has a replica.  Two members may share a
+ * device.  A member receives parameters on its side stream, so that copies to several
+ * devices overlap; member 0 packs on its own side stream.  Arguments and outputs, which
+ * a member must wait for anyway, are copied on its compute stream.  Apart from create,
+ * calls allocate nothing, and block the host only if they fail.
  *
- * All links carry about as much.  A large part of the parameters goes from member to
+ * All links have about the same bandwidth, so a large segment goes from member to
  * member, not from member 0 to each.
  *
- * `streams` are, by member, what its replica computes on: what they hold comes before,
- * and what is done here comes before what they are given next.  So memory that torch
- * has allocated for them may be freed, or written to, as soon as a call has returned.
+ * `streams` holds the compute stream of each member.  A call's work runs after the work
+ * that these streams already hold, and before the work enqueued on them later.  So
+ * memory that torch allocated for them may be freed, or written to, as soon as a call
+ * returns.
  *
- * Packed parameters lie on member 0 for a moment: in a ring of equal slots, each of
- * which is written anew once its last use is done on the device.
+ * Member 0 packs parameters into a ring of equal slots.  A slot is overwritten once its
+ * last use is done on the device.
  *
- * Any thread may call; calls come one after the other.
+ * Any thread may call; a lock serializes all calls but pli_gradient_sum_pack().
  */
 #ifndef PLI_DEVICE_GROUP_H
 #define PLI_DEVICE_GROUP_H
@@ -31,13 +32,13 @@ typedef struct pli_device_group pli_device_group;
 
 enum { PLI_RING_SLOTS = 3, PLI_MOST_MEMBERS = 64 };
 
-/* Memory of member 0, of PLI_RING_SLOTS slots; the caller's, and for a call alone. */
+/* Memory of member 0 with PLI_RING_SLOTS slots; borrowed for a call. */
 typedef struct pli_ring {
     void *memory;
     size_t slot_bytes; /* a multiple of PL_CACHE_LINE */
 } pli_ring;
 
-/* Members' backends, of CUDA; retained. */
+/* `members` are CUDA backends; retained. */
 pl_status pli_device_group_create(pl_backend *const *members, int n_members,
                                   pli_device_group **out) PL_MUST_USE;
 void pli_device_group_destroy(pli_device_group *self);
@@ -45,8 +46,7 @@ void pli_device_group_destroy(pli_device_group *self);
 /* Whether a member's kernels can read member 0's memory. */
 int pli_device_group_reads_first(const pli_device_group *self, int member);
 
-/* Moves of whole tensors from one member to another; `streams` of these two are read.
- */
+/* Copies whole tensors from one member to another; uses the streams of these two. */
 pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *streams,
                                 int source, int target, const pl_move *moves,
                                 size_t n_moves) PL_MUST_USE;
@@ -55,37 +55,37 @@ pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *stream
 typedef struct pli_segment {
     const pl_move *moves; /* from member 0's memory; `to` is an offset in the block */
     size_t n_moves;
-    size_t n_bytes;       /* of the block: one slot's at the most, or of one move that
-                           * is all of it */
-    void *const *targets; /* by member, where the block goes; NULL: nowhere */
+    size_t n_bytes;       /* of the block: at most one slot, unless one move covers the
+                           * block */
+    void *const *targets; /* by member: where the block goes, or NULL */
 } pli_segment;
 
-/* Memory of a member; NULL: it has none.  The caller's, and for a call alone. */
+/* Memory of a member, or NULL; borrowed for a call. */
 typedef struct pli_room {
     void *memory;
     size_t n_bytes;
 } pli_room;
 
-/* Brings segments to the members that want them, in their order.  Blocks of one member
- * do not overlap.  With `sums`, members compare, and what a member has already does not
- * travel: they are, by member, room for a number of 64 bits a segment on member 0, for
- * two on the others.  NULL: all is sent. */
+/* Copies segments, in order, to the members that have a target for them.  Blocks of one
+ * member must not overlap.  With `sums`, members compare checksums, and only segments
+ * that differ travel: `sums` has, by member, memory for one 64-bit number a segment on
+ * member 0, and for two on the others.  If it is NULL, all segments travel. */
 pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
                                      const pli_segment *segments, size_t n_segments,
                                      pli_ring ring, const pli_room *sums) PL_MUST_USE;
 
-/* What member 0's stream holds comes before what sums of gradients write. */
+/* Makes later sums of gradients wait for the work that member 0's stream holds. */
 pl_status pli_device_group_fence(pli_device_group *self,
                                  pl_stream *const *streams) PL_MUST_USE;
 
-/* All sums of gradients that were begun come before what streams are given next. */
+/* Makes all streams wait for the sums of gradients begun so far. */
 pl_status pli_device_group_settle(pli_device_group *self,
                                   pl_stream *const *streams) PL_MUST_USE;
 
 /* ---- gradient_sum.c ------------------------------------------------------------- */
 
-/* Gradients of one segment, from members 1, 2, ... to member 0, while all members
- * compute on.
+/* Sums the gradients of one segment, from members 1, 2, ... to member 0, while all
+ * members go on computing.
  *
  *     member k's stream    ... pack ...  backward goes on
  *                                 \ event
@@ -93,31 +93,31 @@ pl_status pli_device_group_settle(pli_device_group *self,
  *                                                                       \ event
  *     member 0's stream    ... backward goes on ...                     wait
  *
- * No stream that a member computes on waits for a sum before pli_gradient_sum_end().
- * So the memory of rows and of the sum must stay until pli_device_group_settle() has
- * had all streams wait.
+ * No compute stream waits for a sum before pli_gradient_sum_end().  So the memory of
+ * rows and of the sum must stay until pli_device_group_settle() has made all streams
+ * wait.
  */
 typedef struct pli_gradient_sum pli_gradient_sum;
 
-/* `group` outlives it.  One sum at a time may be on its way. */
+/* `group` must outlive it.  Only one sum at a time may be in progress. */
 pl_status pli_gradient_sum_create(pli_device_group *group,
                                   pli_gradient_sum **out) PL_MUST_USE;
 void pli_gradient_sum_destroy(pli_gradient_sum *self);
 
-/* Makes moves on the stream that a member computes on: they make its row.  Members may
- * call at once. */
+/* Makes a member's row by `moves` on its compute stream.  Members may call
+ * concurrently. */
 pl_status pli_gradient_sum_pack(pli_gradient_sum *self, int member, pl_stream *stream,
                                 const pl_move *moves, size_t n_moves,
                                 const void *row) PL_MUST_USE;
 
-/* to = the rows that were packed since the last sum, in the order of members: 16-bit
- * floats are added up in float32 and rounded once.  `to` is memory of member 0 that was
- * there at the last pli_device_group_fence(); `rooms`, by member, are for several rows,
- * and belong to the group's sums alone. */
+/* to = the sum of the rows packed since the last sum, in the order of members; 16-bit
+ * floats are added in float32 and rounded once.  `to` is memory of member 0 that
+ * existed at the last pli_device_group_fence().  `rooms` has, by member, memory for
+ * several rows; only the group's sums may use it. */
 pl_status pli_gradient_sum_begin(pli_gradient_sum *self, const pl_move *to,
                                  const pli_room *rooms) PL_MUST_USE;
 
-/* Has `stream`, of member 0, come behind the sum. */
+/* Makes `stream`, of member 0, wait for the sum. */
 pl_status pli_gradient_sum_end(pli_gradient_sum *self, pl_stream *stream) PL_MUST_USE;
 
 #endif

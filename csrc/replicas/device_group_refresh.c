@@ -1,14 +1,14 @@
-/* device_group_refresh.c - a broadcast, in which parameters that members have already
- * do not travel.
+/* device_group_refresh.c - a broadcast that skips parameters which members already
+ * have.
  *
- * Nobody can know on the host whether somebody has written to a tensor since the last
- * forward: not all that write to one leave a trace.  So the devices compare: member 0
- * sums up the model's tensors, and each other member its own blocks, a checksum a
- * segment; the model's travel to the members, and a kernel of each reads, from member
- * 0's memory, the segments whose checksums differ.  Memory is read at 20 to 100 times
- * the speed of a link, and the host goes on at once.
+ * The host cannot detect every write to a tensor since the last forward, because some
+ * leave no trace.  So the devices compare.  Member 0 computes a checksum for each
+ * segment of the model's tensors, and each other member for its own blocks.  The
+ * model's checksums travel to the members; a kernel on each then reads, from member 0's
+ * memory, the segments whose checksums differ.  A device reads memory 20 to 100 times
+ * as fast as a link carries it, and the host goes on at once.
  *
- * All is sent where a kernel of some member could not read member 0's memory.
+ * If a kernel of some member cannot read member 0's memory, all segments travel.
  */
 #include "device_group_state.h"
 
@@ -17,20 +17,20 @@ enum { AT_ONCE = 1022 }; /* pieces: a launch takes as many */
 typedef struct refresh {
     const pli_segment *segments;
     size_t n_segments;
-    const pli_room *sums; /* or NULL: nothing is compared */
+    const pli_room *sums; /* NULL: compare nothing */
 } refresh;
 
 /* ---- pieces --------------------------------------------------------------------- */
 
-/* How far the pieces of a member have been gone through. */
+/* A position among the pieces of a member. */
 typedef struct cursor {
     const refresh *of;
     int member;
     size_t segment, move;
 } cursor;
 
-/* The model's tensors, and where their copies are; for member 0, which has none, NULL.
- */
+/* Fills *out with the next pieces of the model's tensors and their copies, and returns
+ * how many.  `to` is NULL for member 0, which has no copies. */
 static size_t next_pieces(cursor *at, pli_piece *out)
 {
     size_t n = 0;
@@ -55,7 +55,7 @@ static size_t next_pieces(cursor *at, pli_piece *out)
     return n;
 }
 
-/* A member's own checksums, at the beginning of its memory for sums. */
+/* Computes a member's own checksums, at the start of its memory for sums. */
 static pl_status sum_up(pli_device_group *self, const refresh *it, int k)
 {
     pl_status st = PL_OK;
@@ -88,9 +88,9 @@ done:
     return st;
 }
 
-/* ---- whether they can --------------------------------------------------------- */
+/* ---- whether members can compare ------------------------------------------------ */
 
-/* *out: all members can do it. */
+/* *out: whether all members can compare. */
 static pl_status can_compare(const pli_device_group *self, const refresh *it, int *out)
 {
     pl_status st = PL_OK;

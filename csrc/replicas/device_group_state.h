@@ -1,9 +1,7 @@
-/* device_group_state.h - what a group of devices has, and the steps that its calls are
- * made of.
+/* device_group_state.h - the state of a group of devices, and the steps of its calls.
  *
- * An event is waited for as it was recorded last when the wait is enqueued, so one
- * event a member (`mark`) serves all orders; what is waited for later has an event of
- * its own.
+ * A wait refers to its event as last recorded when the wait is enqueued, so one event a
+ * member (`mark`) serves all orders.  A wait enqueued later needs a separate event.
  */
 #ifndef PLI_DEVICE_GROUP_STATE_H
 #define PLI_DEVICE_GROUP_STATE_H
@@ -18,19 +16,19 @@ typedef struct pli_group_member {
     pl_backend *backend;
     pl_stream *side;
     pl_event *mark;
-    pl_event *has_read[PLI_RING_SLOTS]; /* the slot, in a broadcast */
-    uint64_t readers; /* bits: members that take from its blocks, in a broadcast */
+    pl_event *has_read[PLI_RING_SLOTS]; /* in a broadcast, by slot */
+    uint64_t readers; /* bits: members that read its blocks, in a broadcast */
     int reads_first;  /* its kernels can read member 0's memory */
 } pli_group_member;
 
 struct pli_device_group {
     pthread_mutex_t lock;
     int n_members;
-    unsigned n_sent;                       /* slots of the ring that were written */
-    uint64_t slot_readers[PLI_RING_SLOTS]; /* bits: members that have taken from it */
-    size_t passed_bytes; /* segments from here on go from member to member */
-    unsigned n_sums;     /* of gradients, that were begun */
-    size_t shard_bytes;  /* the least, of a sum */
+    unsigned n_sent;                       /* slots of the ring written so far */
+    uint64_t slot_readers[PLI_RING_SLOTS]; /* bits: members that have read it */
+    size_t passed_bytes; /* segments of this size or more go from member to member */
+    unsigned n_sums;     /* sums of gradients begun so far */
+    size_t shard_bytes;  /* the least shard of a sum */
     pli_group_member members[];
 };
 
@@ -46,7 +44,7 @@ static inline pl_status wait_for(const pli_group_member *it, pl_event *event,
     return it->backend->ops->event_wait(it->backend, event, stream);
 }
 
-/* `then`, a stream of the second, comes behind all that `first` holds. */
+/* Makes `then` wait for all work that `first` holds. */
 static inline pl_status order(const pli_group_member *of_first, pl_stream *first,
                               const pli_group_member *of_then, pl_stream *then)
 {
@@ -59,7 +57,7 @@ done:
     return st;
 }
 
-/* Memory of a member; what is copied from is only read. */
+/* Memory of a member; a source of a copy is only read, so the cast is safe. */
 static inline pli_cuda_place in(const pli_group_member *it, const void *memory)
 {
     return (pli_cuda_place){it->backend, (void *)memory};
@@ -77,8 +75,8 @@ pl_status pli_device_group_send(pli_device_group *self, pl_stream *const *stream
                                 const pli_segment *segments, size_t n_segments,
                                 pli_ring ring) PL_MUST_USE;
 
-/* Ends a call, and returns its status.  Of one that has failed nothing is left on the
- * devices, so that memory may be freed. */
+/* Ends a call and returns its status.  A failed call leaves no work on the devices, so
+ * that memory may be freed. */
 pl_status pli_device_group_end_call(pli_device_group *self, pl_status st) PL_MUST_USE;
 
 #endif

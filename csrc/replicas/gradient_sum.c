@@ -1,30 +1,29 @@
-/* gradient_sum.c - rows of gradients, added up by a member that has one.
+/* gradient_sum.c - sums rows of gradients on the members that packed them.
  *
  * The adder copies the rows to its room, adds them up, and copies the sum to member 0,
- * whose memory is scarcest.  Members take turns, so that all links are used.  Long rows
- * are cut into shards, one a member:
+ * which has the least memory to spare.  Members take turns, so that all links are used.
+ * Long rows are cut into shards, one a member:
  *
  *                      shard 0   shard 1   shard 2
  *     member of row 0   adds      sends     sends
  *     member of row 1   sends     adds      sends
  *     member of row 2   sends     sends     adds
  *
- * Each begins with its own row, so at any time a row is read by one of them.  What
- * comes to a member, the sum and what leaves it are in order on its side stream, so its
- * room needs no events.
+ * Each adder begins with its own row, so only one of them reads a row at a time.  Its
+ * copies and its sum run in order on its side stream, so its room needs no events.
  */
 #include "core/alloc.h"
 #include "device_group_state.h"
 
 typedef struct sum_member {
-    const void *row;  /* packed, and not summed yet; or NULL */
+    const void *row;  /* packed but not summed yet; or NULL */
     pl_event *packed; /* the row */
-    pl_event *added;  /* its shard, where it has one */
+    pl_event *added;  /* its shard, if it has one */
 } sum_member;
 
 struct pli_gradient_sum {
     pli_device_group *group;
-    uint64_t adders; /* bits: members whose `added` is to be waited for */
+    uint64_t adders; /* bits: members whose `added` end() must wait for */
     sum_member members[];
 };
 
@@ -34,11 +33,11 @@ typedef struct addition {
     const pli_gradient_sum *of;
     int rows[PLI_MOST_MEMBERS]; /* the member of each */
     int n_rows;
-    int first; /* the row whose member has the first shard */
+    int first; /* the row whose member adds the first shard */
     const pl_move *to;
     const pli_room *rooms;
     size_t n_bytes;
-    size_t row_bytes; /* of each row, that there is room for */
+    size_t row_bytes; /* of each row that fit into all rooms */
 } addition;
 
 static size_t least(size_t a, size_t b)
@@ -56,7 +55,7 @@ static int adder_of_shard(const addition *it, int shard)
     return (it->first + shard) % it->n_rows;
 }
 
-/* How many members add up rows of so many bytes. */
+/* How many members add up rows of n_bytes. */
 static int count_shards(const addition *it, size_t n_bytes)
 {
     const size_t n = least(n_bytes / it->of->group->shard_bytes, (size_t)it->n_rows);
@@ -92,7 +91,7 @@ done:
     return st;
 }
 
-/* As much at a time as there is room for. */
+/* Adds the rows piece by piece, each as large as the rooms allow. */
 static pl_status add_rows(const addition *it)
 {
     pl_status st = PL_OK;
@@ -117,7 +116,7 @@ static pl_status copy_row(const addition *it)
                    in(own, it->of->members[it->rows[0]].row), it->n_bytes);
 }
 
-/* The first n adders have room for a piece of each row. */
+/* Sets it->row_bytes, or fails if one of the first n adders has no room. */
 static pl_status measure_rooms(addition *it, int n)
 {
     pl_status st = PL_OK;

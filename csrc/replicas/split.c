@@ -1,5 +1,5 @@
-/* split.c - whole rows, in order, as even as can be; parts join where no other
- * dimension differs. */
+/* split.c - splits whole rows, in order and as evenly as possible; parts can be joined
+ * if they differ in no other dimension. */
 #include "split.h"
 
 int64_t pli_split_parts(int64_t n_rows, int64_t n_replicas)

@@ -13,8 +13,7 @@ typedef struct pli_rows {
     int64_t n;
 } pli_rows;
 
-/* How many of n_replicas take part: as many as have a row each, and one at the least.
- */
+/* How many of n_replicas take part: as many as get a row each, but at least one. */
 int64_t pli_split_parts(int64_t n_rows, int64_t n_replicas);
 
 /* The rows of part k of n_parts. */
@@ -28,10 +27,10 @@ typedef struct pli_shape {
     int64_t sizes[PLI_MAX_DIMS];
 } pli_shape;
 
-/* `dim` counted from the front, or -1 where the shape has no such dimension. */
+/* `dim` counted from the front, or -1 if the shape has no such dimension. */
 int pli_shape_dim(const pli_shape *shape, int64_t dim);
 
-/* Non-zero where the two differ in dimension `dim`, counted from the front, alone. */
+/* Non-zero if the two differ in no dimension but `dim`, counted from the front. */
 int pli_shape_joins(const pli_shape *first, const pli_shape *other, int dim);
 
 #endif
