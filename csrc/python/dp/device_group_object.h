@@ -39,20 +39,20 @@ int pli_group_read_streams(const device_group_object *self, PyObject *numbers,
 int pli_group_check_member(const device_group_object *self, Py_ssize_t member);
 int pli_group_check_lists(PyObject *one, PyObject *other);
 
-/* A tensor of a member's that is one block of memory. */
+/* A tensor of a member; it must be one block of memory. */
 int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
                          PyObject *tensor, pli_tensor *out);
 
-/* One that holds a segment of n_bytes. */
+/* Such a tensor that holds a segment of n_bytes. */
 int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
                          PyObject *tensor, size_t n_bytes, pli_tensor *out);
 
-/* One that has its place at an offset, in bytes, of a block of n_bytes. */
+/* Such a tensor that fits at an offset, in bytes, into a block of n_bytes. */
 int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
                         PyObject *tensor, PyObject *number, size_t n_bytes,
                         pli_tensor *out, size_t *offset);
 
-/* A tensor of each member's, or None. */
+/* A list with a tensor of each member, or None. */
 int pli_group_read_rooms(const device_group_object *self, PyObject *items,
                          pli_room *out);
 
@@ -64,7 +64,7 @@ static inline pl_move pli_group_move_of(void *to, const pli_tensor *from)
                      .n_elems = from->layout.n_elems};
 }
 
-/* What a call returns. */
+/* Returns None, or raises the error in `st`. */
 static inline PyObject *none_or_raise(const device_group_object *self, pl_status st)
 {
     return st == PL_OK ? Py_NewRef(Py_None) : pli_raise(state_of((PyObject *)self), st);

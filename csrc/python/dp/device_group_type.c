@@ -1,8 +1,8 @@
-/* device_group_type.c - paceline._native.DeviceGroup: tensors to the devices of one
- * process, and back.
+/* device_group_type.c - paceline._native.DeviceGroup: copies tensors between the
+ * devices of one process.
  *
- * Streams are numbers, by member, as streams() returns them: a backward runs on those
- * of its forward, whatever is current in its thread.
+ * Streams are passed as numbers, by member, as streams() returns them: a backward runs
+ * on the streams of its forward, whatever stream is current in its thread.
  */
 #include "device_group_object.h"
 
@@ -122,7 +122,7 @@ int pli_group_check_lists(PyObject *one, PyObject *other)
 {
     if (PyList_GET_SIZE(one) == PyList_GET_SIZE(other))
         return 0;
-    PyErr_Format(PyExc_ValueError, "lists of %zd and %zd: give one each",
+    PyErr_Format(PyExc_ValueError, "lists of %zd and %zd: give equal lengths",
                  PyList_GET_SIZE(one), PyList_GET_SIZE(other));
     return -1;
 }
@@ -161,7 +161,8 @@ static int read_pairs(const device_group_object *self, Py_ssize_t source,
             return -1;
         if (!pli_layout_equal(&from.layout, &to.layout)) {
             PyErr_SetString(PyExc_ValueError,
-                            "a tensor, and where it is copied to, are not alike");
+                            "a tensor and its destination are not alike: give the same "
+                            "dtype, shape and strides");
             return -1;
         }
         out[i] = pli_group_move_of(to.data, &from);
@@ -236,7 +237,7 @@ static int read_targets(const device_group_object *self, PyObject *blocks,
 #define A_SEGMENT                                                                      \
     "a segment is (sources: list, offsets: list, n_bytes: int, blocks: list)"
 
-/* Fills *out, whose `moves` are for pli_free(), `targets` with them. */
+/* Fills *out.  Free out->moves with pli_free(); `targets` lies in the same memory. */
 static int read_segment(const device_group_object *self, PyObject *item,
                         pli_segment *out)
 {
@@ -405,28 +406,28 @@ static PyObject *group_readers(PyObject *object, PyObject *ignored)
 static PyMethodDef group_methods[] = {
     {"readers", group_readers, METH_NOARGS,
      "readers($self, /)\n--\n\n"
-     "Return by member whether its kernels can read member 0's memory."},
+     "Return, by member, whether its kernels can read member 0's memory."},
     {"streams", group_streams, METH_NOARGS,
-     "streams($self, /)\n--\n\nReturn the streams that are current in this thread, a "
-     "number a member."},
+     "streams($self, /)\n--\n\nReturn the current streams of this thread as numbers, "
+     "one for each member."},
     {"copy", group_copy, METH_VARARGS,
      "copy($self, streams, source, tensors, target, places, /)\n--\n\n"
-     "Copy tensors of one member to places of another one's."},
+     "Copy tensors of the source member to places, tensors of the target member."},
     {"broadcast", group_broadcast, METH_VARARGS,
      "broadcast($self, streams, ring, segments, sums=None, /)\n--\n\n"
-     "Bring segments of member 0's tensors, each (sources, offsets, n_bytes, blocks), "
-     "to the blocks of other members. With sums, only what differs travels: they are, "
-     "by member, memory for two numbers of 64 bits a segment."},
+     "Copy segments of member 0's tensors, each (sources, offsets, n_bytes, blocks), "
+     "to the blocks of other members. With sums, copy only segments that differ; sums "
+     "holds, by member, memory for two 64-bit numbers a segment."},
     {"gradient_sum", pli_group_gradient_sum, METH_VARARGS,
      "gradient_sum($self, member, tensors, offsets, n_bytes, /)\n--\n\n"
-     "Return what adds up gradients, which are laid out as tensors of a member are, at "
-     "offsets of a block."},
+     "Return a GradientSum for gradients laid out like tensors of a member, at offsets "
+     "of a block."},
     {"fence", group_fence, METH_O,
      "fence($self, streams, /)\n--\n\n"
-     "Have what member 0's stream holds come before what sums of gradients write."},
+     "Make later sums of gradients wait for the work that member 0's stream holds."},
     {"settle", group_settle, METH_O,
      "settle($self, streams, /)\n--\n\n"
-     "Have streams wait for all sums of gradients that were begun."},
+     "Make streams wait for all sums of gradients begun so far."},
     {NULL, NULL, 0, NULL},
 };
 

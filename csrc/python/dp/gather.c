@@ -1,6 +1,6 @@
-/* gather.c - the replicas' outputs as one.
+/* gather.c - joins the replicas' outputs into one.
  *
- * The outputs are walked side by side; replica 0's says what each part is.
+ * The outputs are walked side by side; replica 0's determines the kind of each part.
  *
  *     replica 0: {"logits": (2, 5), "n": 2}
  *     replica 1: {"logits": (1, 5), "n": 1}      ->  {"logits": (3, 5), "n": [2, 1]}
@@ -10,14 +10,14 @@
 
 typedef struct joiner {
     pli_walk walk;
-    PyObject *sizes; /* a tuple: rows of each replica; another length: not known */
+    PyObject *sizes; /* a tuple: rows of each replica; unknown if the length differs */
     Py_ssize_t dim;
     PyObject *dim_object;
-    PyObject *join; /* makes one tensor of many, on several devices; NULL: torch does */
-    int has_warned; /* of scalars, in this call */
+    PyObject *join; /* joins tensors of several devices; NULL: torch's functions do */
+    int has_warned; /* about scalars, in this call */
 } joiner;
 
-/* Raises "gather: output['logits'][0] " and the words; returns -1. */
+/* Raises "gather: output['logits'][0] " followed by the message; returns -1. */
 static int refuse(PyObject *type, const pli_step *at, const char *format, ...)
 {
     va_list args;
@@ -39,8 +39,7 @@ static int refuse_shapes(const pli_step *at, Py_ssize_t k, const pli_shape *firs
     else if (first->n_dims == other->n_dims && pli_shape_dim(first, dim) < 0)
         (void)refuse(PyExc_ValueError, at,
                      "has shape %U on replica 0, and no dimension %zd to "
-                     "join along: override gather to say what it shall "
-                     "become",
+                     "join along: override gather to define the result",
                      first_text, dim);
     else
         (void)refuse(PyExc_ValueError, at,
@@ -53,7 +52,7 @@ static int refuse_shapes(const pli_step *at, Py_ssize_t k, const pli_shape *firs
     return -1;
 }
 
-/* Fills *first with replica 0's shape; -1 where they cannot be joined. */
+/* Fills *first with replica 0's shape; -1 if the values cannot be joined. */
 static int check_shapes(const joiner *self, PyObject *values, const pli_step *at,
                         pli_shape *first)
 {
@@ -125,7 +124,7 @@ static PyObject *join_arrays(joiner *self, PyObject *values, const pli_step *at)
 
 /* ---- kinds ---------------------------------------------------------------------- */
 
-/* None says "nothing": it is not one constant among others. */
+/* None means "nothing": it does not mix with other constants. */
 static int is_none_in_one(PyObject *left, PyObject *right)
 {
     return (left == Py_None) != (right == Py_None);
@@ -150,8 +149,7 @@ static int kind_of_output(const module_state *state, PyObject *value)
     return kind == PLI_MARK ? PLI_CONSTANT : kind;
 }
 
-/* What the replicas' values are, by replica 0's; -1 where another's is something else.
- */
+/* The kind of the replicas' values, by replica 0's; -1 if another kind differs. */
 static int kind_of_all(const joiner *self, PyObject *const *values, const pli_step *at)
 {
     const int kind = kind_of_output(self->walk.state, values[0]);
@@ -227,13 +225,13 @@ static int align(pli_container *parts, Py_ssize_t k, const pli_step *at)
         return 0;
     return refuse(PyExc_ValueError, at,
                   "has %zd entries on replica 0 and %zd on replica %zd: "
-                  "return as many from each replica, or override gather",
+                  "return the same number from each replica, or override gather",
                   n_first, n_other, k);
 }
 
 /* ---- lists of rows -------------------------------------------------------------- */
 
-/* Where the rows are known, each replica's list must have an entry for each of its. */
+/* If the rows are known, each replica's list must have an entry for each row. */
 static int check_rows(const joiner *self, PyObject *const *lists, const pli_step *at)
 {
     if (PyTuple_GET_SIZE(self->sizes) != self->walk.n || self->walk.n == 1)
@@ -247,17 +245,16 @@ static int check_rows(const joiner *self, PyObject *const *lists, const pli_step
             return refuse(
                 PyExc_ValueError, at,
                 "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
-                "strings or objects has one entry a row; return a tuple where they are "
-                "something else, or override gather",
+                "strings or objects must have one entry per row; return a tuple "
+                "instead, or override gather",
                 n, n_rows, k);
     }
     return 0;
 }
 
-/* Have these lists one entry for each row of their replica?  1, 0 or -1.  So it is with
- * lists of plain values (numbers, strings, objects), which are joined end to end. Those
- * with a tensor or an array inside are joined entry by entry, as torch's gather does.
- */
+/* Whether these lists have one entry for each row of their replica: 1, 0 or -1.  Lists
+ * of plain values (numbers, strings, objects) do, and are joined end to end.  Lists
+ * that hold a tensor or an array are joined by entry, as torch's gather does. */
 static int are_by_row(const joiner *self, PyObject *const *lists, const pli_step *at)
 {
     pli_contents found = {0};
@@ -269,7 +266,7 @@ static int are_by_row(const joiner *self, PyObject *const *lists, const pli_step
     return check_rows(self, lists, at) == 0 ? 1 : -1;
 }
 
-/* Lists, one behind the other. */
+/* Joins lists end to end. */
 static PyObject *chain(const joiner *self, PyObject *const *lists)
 {
     pli_container first;
@@ -357,7 +354,7 @@ PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
     if (self.walk.n > 0)
         result = pli_walk_values(&self.walk, PySequence_Fast_ITEMS(values), NULL);
     else
-        PyErr_SetString(PyExc_ValueError, "gather: no output at all");
+        PyErr_SetString(PyExc_ValueError, "gather: no outputs");
     Py_DECREF(values);
     return result;
 }

@@ -1,8 +1,8 @@
-/* gradient_sum_type.c - paceline._native.GradientSum: gradients of one segment of a
- * model, packed by each member, added up for member 0.
+/* gradient_sum_type.c - paceline._native.GradientSum: adds up, for member 0, the
+ * gradients of one segment that the other members pack.
  *
  * The caller keeps the blocks and the sum until settle(): streams may read and write
- * them until then, also after a backward that has failed.
+ * them until then, even after a failed backward.
  */
 #include "core/alloc.h"
 #include "device_group_object.h"
@@ -27,7 +27,7 @@ static inline gradient_sum_object *sum_of(PyObject *object)
 
 /* ---- packing -------------------------------------------------------------------- */
 
-/* Reads a gradient into *out; 1 where it is not laid out as its slot is. */
+/* Reads a gradient into *out; returns 1 if it is not laid out like its slot. */
 static int read_grad(const gradient_sum_object *self, dl_device place, PyObject *grad,
                      const slot *to, char *block, pl_move *out)
 {
@@ -44,8 +44,8 @@ static int read_grad(const gradient_sum_object *self, dl_device place, PyObject 
     return found.layout.is_lazy || !pli_layout_equal(&found.layout, to->layout);
 }
 
-/* Reads all; returns a list of the numbers of those that are laid out in another way.
- */
+/* Reads all gradients; returns a list of the numbers of those not laid out like their
+ * slots. */
 static PyObject *read_grads(const gradient_sum_object *self, Py_ssize_t member,
                             PyObject *grads, char *block, pl_move *out)
 {
@@ -83,8 +83,8 @@ static PyObject *sum_pack(PyObject *object, PyObject *args)
         return NULL;
     if (member == 0 || (size_t)PyList_GET_SIZE(grads) != self->n_slots)
         return PyErr_Format(PyExc_ValueError,
-                            "member %zd packs %zd gradients of %zu tensors: give all "
-                            "of them, and a member that has no sum",
+                            "member %zd packs %zd gradients of %zu tensors: give one "
+                            "for each, and a member other than 0",
                             member, PyList_GET_SIZE(grads), self->n_slots);
     if (pli_check(state_of(object), pli_calloc(self->n_slots + 1, sizeof *moves,
                                                "gradients", &moves)) != 0)
@@ -197,23 +197,23 @@ static void sum_dealloc(PyObject *object)
 static PyMethodDef sum_methods[] = {
     {"pack", sum_pack, METH_VARARGS,
      "pack($self, stream, member, gradients, block, /)\n--\n\n"
-     "Copy a member's gradients into a block, zeros for None, on the stream that it "
-     "computes on; nothing where some are not laid out as the tensors are, whose "
-     "numbers are returned."},
+     "Copy a member's gradients into a block on its compute stream, zeros for None. "
+     "Return the numbers of gradients that are not laid out like the tensors; if there "
+     "are any, copy nothing."},
     {"begin", sum_begin, METH_VARARGS,
      "begin($self, rooms, to, /)\n--\n\n"
-     "Add up what was packed since the last sum into a tensor of member 0's; rooms "
-     "are, by member, memory to do so, or None."},
+     "Add up the gradients packed since the last sum into a tensor of member 0; rooms "
+     "holds, by member, working memory or None."},
     {"end", sum_end, METH_O,
      "end($self, stream, /)\n--\n\n"
-     "Have a stream of member 0's wait for the sum."},
+     "Make a stream of member 0 wait for the sum."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot gradient_sum_slots[] = {
     {Py_tp_dealloc, sum_dealloc},
     {Py_tp_methods, sum_methods},
-    {Py_tp_doc, "Gradients on their way; see DeviceGroup.gradient_sum()."},
+    {Py_tp_doc, "A sum of gradients; made by DeviceGroup.gradient_sum()."},
     {0, NULL},
 };
 

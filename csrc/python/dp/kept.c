@@ -1,4 +1,4 @@
-/* kept.c - what tells whether the dictionaries of kept modules are as they were. */
+/* kept.c - checks and restores the dictionaries of kept modules. */
 #include "tree.h"
 
 static int is_same_name(PyObject *name, PyObject *expected)
@@ -7,8 +7,8 @@ static int is_same_name(PyObject *name, PyObject *expected)
                                 PyUnicode_Compare(name, expected) == 0);
 }
 
-/* Runs no code of the user's: names are compared as strings, values by identity, but
- * for those that may be `any`; where that is NULL, names alone. */
+/* Runs no user code: names are compared as strings, values by identity.  A value may be
+ * anything if the expected one is `any`; if `any` is NULL, only names are compared. */
 static int is_as(PyObject *dict, PyObject *expected, PyObject *any)
 {
     Py_ssize_t at = 0, at_expected = 0;
@@ -31,7 +31,7 @@ static int check(PyObject *dicts, PyObject *expected)
         is_right = PyDict_Check(PyList_GET_ITEM(dicts, i)) &&
                    PyDict_Check(PyList_GET_ITEM(expected, i));
     if (!is_right)
-        PyErr_SetString(PyExc_TypeError, "give two lists of as many dicts");
+        PyErr_SetString(PyExc_TypeError, "give two lists of dicts, equally long");
     return is_right ? 0 : -1;
 }
 
@@ -76,7 +76,7 @@ PyObject *pli_reference_counts(PyObject *module, PyObject *objects)
 {
     (void)module;
     if (!PyList_Check(objects)) {
-        PyErr_SetString(PyExc_TypeError, "objects is no list");
+        PyErr_SetString(PyExc_TypeError, "objects is not a list");
         return NULL;
     }
     PyObject *counts = PyTuple_New(PyList_GET_SIZE(objects));

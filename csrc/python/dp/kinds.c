@@ -1,9 +1,10 @@
-/* kinds.c - which containers there are: what each has inside, and how it is made again.
+/* kinds.c - the kinds of containers: how to read the children of each, and how to make
+ * it again.
  *
- * What is met most is told by a comparison of pointers; everything else pays for a few
- * looks at its type.  No constructor of a user's class runs, except for tuples and for
- * what torch's registry has: a dataclass's __init__ may want arguments that are no
- * fields, and its __post_init__ would work on chunks what it worked on the whole.
+ * The most frequent types are found by comparing pointers; all others cost a few looks
+ * at the type.  Constructors of user classes do not run, except for tuples and for
+ * types in torch's registry: a dataclass's __init__ may need arguments that are not
+ * fields, and its __post_init__ would do to chunks what it already did to the whole.
  */
 #include "python/array.h"
 #include "tree.h"
@@ -31,7 +32,7 @@ static int kind_of_other(const module_state *state, PyObject *value)
     if ((PyObject *)type == state->packed_type)
         return PLI_PACKED;
     if ((PyObject *)type == state->size_type)
-        return PLI_CONSTANT; /* a shape is one thing */
+        return PLI_CONSTANT; /* a shape is not split */
     if (PyDict_GetItemWithError(state->registry, (PyObject *)type) != NULL)
         return PLI_REGISTERED;
     if (PyErr_Occurred())
@@ -65,7 +66,7 @@ int pli_kind_of(const module_state *state, PyObject *value)
     return kind_of_other(state, value);
 }
 
-/* ---- what is inside: fills keys and children ------------------------------------ */
+/* ---- opening: fills keys and children ------------------------------------------- */
 
 static void open_tuple(const module_state *state, pli_container *self)
 {
@@ -73,7 +74,7 @@ static void open_tuple(const module_state *state, pli_container *self)
     self->children = PyTuple_GetSlice(self->value, 0, PyTuple_GET_SIZE(self->value));
 }
 
-/* A class may make tuples that do not have one entry for each name. */
+/* A class may make tuples whose length differs from its number of names. */
 static void open_named(const module_state *state, pli_container *self)
 {
     PyObject *names =
@@ -95,7 +96,7 @@ static void open_list(const module_state *state, pli_container *self)
 static void open_dict(const module_state *state, pli_container *self)
 {
     (void)state;
-    /* A subclass may have an order of its own. */
+    /* A subclass may have its own order. */
     self->keys = PySequence_Tuple(self->value);
     const Py_ssize_t n = self->keys != NULL ? PyTuple_GET_SIZE(self->keys) : 0;
     PyObject *children = self->keys != NULL ? PyTuple_New(n) : NULL;
@@ -138,7 +139,7 @@ static void open_dataclass(const module_state *state, pli_container *self)
     Py_XDECREF(children);
 }
 
-/* A registered dict whose children are its values, one by one, has their keys too. */
+/* If the children of a registered dict are its values, in order, sets their keys. */
 static int find_keys(pli_container *self)
 {
     PyObject *keys = PySequence_Tuple(self->value);
@@ -153,7 +154,7 @@ static int find_keys(pli_container *self)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Asks torch's registry: flatten(value) gives (children, context). */
+/* Uses torch's registry: flatten(value) returns (children, context). */
 static void open_registered(const module_state *state, pli_container *self)
 {
     PyObject *parts = NULL;
@@ -168,8 +169,8 @@ static void open_registered(const module_state *state, pli_container *self)
         parts = PyObject_CallOneArg(flatten, self->value);
     if (parts != NULL && (!PyTuple_Check(parts) || PyTuple_GET_SIZE(parts) != 2)) {
         PyErr_Format(PyExc_TypeError,
-                     "the function that torch.utils._pytree has for flattening %.200s "
-                     "returned %R: it must return (children, context)",
+                     "the flatten function of %.200s in torch.utils._pytree returned "
+                     "%R: it must return (children, context)",
                      Py_TYPE(self->value)->tp_name, parts);
     } else if (parts != NULL) {
         self->context = Py_NewRef(PyTuple_GET_ITEM(parts, 1));
@@ -189,9 +190,9 @@ static void open_mark(const module_state *state, pli_container *self)
     Py_XDECREF(value);
 }
 
-/* ---- made again ----------------------------------------------------------------- */
+/* ---- making again --------------------------------------------------------------- */
 
-/* `made`, or NULL where it is that: with the attributes of the container's. */
+/* Copies the container's attributes to `made`, and returns it; NULL if it is NULL. */
 static PyObject *with_attributes(const module_state *state, const pli_container *self,
                                  PyObject *made)
 {
@@ -218,7 +219,7 @@ static PyObject *close_tuple(const module_state *state, const pli_container *sel
     return with_attributes(state, self, made);
 }
 
-/* What type.__new__(type) makes: an instance before its __init__. */
+/* An instance made by type.__new__(type), without its __init__. */
 static PyObject *blank(const module_state *state, const pli_container *self)
 {
     PyTypeObject *type = Py_TYPE(self->value);

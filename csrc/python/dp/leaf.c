@@ -24,7 +24,7 @@ static int shape_of_array(PyObject *array, pli_shape *out)
     return 0;
 }
 
-/* For subclasses, and for what DLPack refuses: sparse, nested, meta, quantized. */
+/* For subclasses and tensors that DLPack refuses: sparse, nested, meta, quantized. */
 static int shape_by_attributes(const module_state *state, PyObject *tensor,
                                pli_shape *out)
 {
@@ -91,7 +91,7 @@ static PyObject *slice_of(Py_ssize_t start, Py_ssize_t n)
     return slice;
 }
 
-/* start : start + n, along dimension 1 as [:, rows], along -2 as [..., rows, :]. */
+/* The index start : start + n: [:, rows] along dimension 1, [..., rows, :] along -2. */
 static PyObject *index_of(Py_ssize_t dim, Py_ssize_t start, Py_ssize_t n)
 {
     if (dim == 0)

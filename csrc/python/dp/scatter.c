@@ -1,7 +1,7 @@
-/* scatter.c - paceline._native.Scattered: a call's arguments by replica.
+/* scatter.c - paceline._native.Scattered: a call's arguments, by replica.
  *
- * scatter() walks the arguments once, and decides for each leaf whether it is split;
- * the parts are cut, by replicas/split.h, when a replica's are asked for.
+ * scatter() walks the arguments once and decides for each leaf whether it is split.
+ * leaves() cuts the parts of a replica, with the arithmetic of replicas/split.h.
  */
 #include "tree.h"
 
@@ -11,18 +11,18 @@
 
 typedef struct scattered_object {
     PyObject_HEAD
-    PyObject *call;   /* (inputs, kwargs), as they came */
+    PyObject *call;   /* (inputs, kwargs), as passed */
     PyObject *tree;   /* of the call, without marks */
     PyObject *leaves; /* a list */
-    char *ways;       /* one a leaf */
+    char *ways;       /* by leaf, as in the enum below */
     Py_ssize_t n_ways_allocated;
-    PyObject *packs; /* a list: a PackedSequence each, and then a list of its parts */
+    PyObject *packs; /* a list: each PackedSequence, later the list of its parts */
     PyObject *sizes; /* a tuple of int */
     Py_ssize_t dim;
     Py_ssize_t n_rows;
-    Py_ssize_t n_replicas; /* at the most */
+    Py_ssize_t n_replicas; /* the maximum */
     Py_ssize_t n_parts;
-    int has_each; /* a leaf of one row a replica */
+    int has_each; /* some leaf has one row for each replica */
 } scattered_object;
 
 /* How a leaf goes to the replicas. */
@@ -31,7 +31,7 @@ enum {
     PLI_WHOLE,
     PLI_PACK_FIRST, /* the first leaf of a PackedSequence */
     PLI_PACK_MORE,
-    PLI_EACH /* a number a replica, always the same */
+    PLI_EACH /* the same number for each replica */
 };
 
 /* A leaf that is split, and its rows. */
@@ -48,7 +48,7 @@ static PyObject *path_of(const scattered_object *self, Py_ssize_t leaf)
     return pli_path_of_leaf(state, self->call, leaf, NULL);
 }
 
-/* Raises ValueError: the path of a leaf, then the words. */
+/* Raises ValueError: the path of a leaf, then the message. */
 static int refuse(const scattered_object *self, Py_ssize_t leaf, const char *format,
                   ...)
 {
@@ -66,8 +66,8 @@ static int refuse_dims(const scattered_object *self, Py_ssize_t leaf,
     PyObject *text = pli_shape_text(shape);
     if (text != NULL)
         (void)refuse(self, leaf,
-                     "has shape %U and no dimension %zd to split it along: mark it by "
-                     "paceline.replicate(x) if each replica shall have it whole",
+                     "has shape %U and no dimension %zd to split it along: if each "
+                     "replica needs it whole, pass paceline.replicate(x)",
                      text, self->dim);
     Py_XDECREF(text);
     return -1;
@@ -79,15 +79,15 @@ static int refuse_rows(const scattered_object *self, const batch *first,
     PyObject *path = path_of(self, other->leaf);
     if (path != NULL)
         (void)refuse(self, first->leaf,
-                     "has %zd rows along dimension %zd, and %U has %zd: all tensors "
-                     "are split by rows, so they must have as many; mark what each "
-                     "replica shall have whole by paceline.replicate(x)",
+                     "has %zd rows along dimension %zd, but %U has %zd: all tensors "
+                     "are split by rows and must have the same number of rows; if each "
+                     "replica needs one whole, pass paceline.replicate(x)",
                      first->n_rows, self->dim, path, other->n_rows);
     Py_XDECREF(path);
     return -1;
 }
 
-/* The rows of a leaf that is to be split; makes it whole where it has no dimension. */
+/* Reads the rows of a leaf that will be split; a leaf without dimensions goes whole. */
 static int read_rows(const module_state *state, const scattered_object *self,
                      Py_ssize_t leaf, Py_ssize_t *n_rows)
 {
@@ -97,8 +97,8 @@ static int read_rows(const module_state *state, const scattered_object *self,
     if (!shape.is_strided)
         return refuse(self, leaf,
                       "is a sparse or nested tensor, which cannot be split by rows: "
-                      "make it dense, or mark it by paceline.replicate(x) if each "
-                      "replica shall have it whole");
+                      "make it dense, or pass paceline.replicate(x) if each replica "
+                      "needs it whole");
     if (shape.n_dims == 0) {
         self->ways[leaf] = PLI_WHOLE;
         return 0;
@@ -110,10 +110,10 @@ static int read_rows(const module_state *state, const scattered_object *self,
     return 0;
 }
 
-/* Finds out whether a leaf holds one number once for each replica: programs written for
- * torch's class, which splits every tensor by itself, pass a number to each replica so
- * (`n.expand(n_replicas, -1)`).  If there are more numbers, or different ones, replicas
- * would get something else than the plain module: such a leaf is split by rows. */
+/* Finds out whether a leaf repeats one number for each replica.  Programs written for
+ * torch's class, which splits every tensor separately, pass a number to each replica
+ * like this: `n.expand(n_replicas, -1)`.  A leaf with more numbers, or different ones,
+ * is split by rows: else replicas and the plain module would differ. */
 static int take_each(const module_state *state, scattered_object *self,
                      const batch *rows)
 {
@@ -139,9 +139,9 @@ static int read_packed(const module_state *state, PyObject *packed, Py_ssize_t *
     return *n_rows < 0 ? -1 : 0;
 }
 
-/* Fills `first` with the first leaf that is split, and `other` with the next that has
- * another number of rows; where `takes_each`, leaves with a number a replica are told
- * apart. */
+/* Fills `first` with the first leaf that is split, and `other` with the next one whose
+ * number of rows differs.  With `takes_each`, leaves with one number for each replica
+ * are set apart. */
 static int read_batch(const module_state *state, scattered_object *self, int takes_each,
                       batch *first, batch *other)
 {
@@ -205,7 +205,7 @@ static int split_packs(const module_state *state, const scattered_object *self)
 static int divide(const module_state *state, scattered_object *self)
 {
     batch first = {.leaf = -1};
-    /* One replica takes whatever the module takes. */
+    /* A single replica takes whatever the module takes. */
     if (self->n_replicas > 1 && count_rows(state, self, &first) != 0)
         return -1;
     self->n_rows = first.n_rows;
@@ -215,10 +215,10 @@ static int divide(const module_state *state, scattered_object *self)
     return self->n_parts > 1 || self->has_each ? split_packs(state, self) : 0;
 }
 
-/* ---- a replica's ---------------------------------------------------------------- */
+/* ---- a replica's leaves --------------------------------------------------------- */
 
-/* The tensors of a PackedSequence's part, into `leaves` from `at` on: as many as the
- * whole has, which may lack the unsorted indices. */
+/* Puts the tensors of a PackedSequence's part into `leaves` from `at` on.  Puts as many
+ * as the whole has, which may lack the unsorted indices. */
 static Py_ssize_t put_packed(const scattered_object *self, PyObject *leaves,
                              Py_ssize_t at, PyObject *part)
 {
@@ -278,7 +278,7 @@ typedef struct sorting {
     scattered_object *scattered;
 } sorting;
 
-/* Keeps how a leaf goes to the replicas, by the containers that it is in. */
+/* Stores how a leaf goes to the replicas, by the containers around it. */
 static int keep_way(scattered_object *self, const pli_step *at)
 {
     const Py_ssize_t i = PyList_GET_SIZE(self->leaves);
@@ -368,7 +368,7 @@ static int scattered_traverse(PyObject *object, visitproc visit, void *arg)
     return 0;
 }
 
-/* No tp_clear, as a tree has none: nothing here changes after scatter(). */
+/* No tp_clear, as in Tree: nothing here changes after scatter(). */
 static void scattered_dealloc(PyObject *object)
 {
     scattered_object *self = (scattered_object *)object;

@@ -13,7 +13,7 @@ static PyObject *close_with(const pli_walk *walk, const pli_container *part,
     return pli_close(walk->state, part, items);
 }
 
-/* Goes through the children of opened parts, with room for one of each in `column`. */
+/* Walks the children of opened parts; `column` has room for one child of each part. */
 static PyObject *walk_children(pli_walk *walk, /* NOLINT(misc-no-recursion) */
                                const pli_container *parts, PyObject **column,
                                const pli_step *at)
@@ -123,7 +123,7 @@ PyObject *pli_path(const pli_step *at,
     return longer;
 }
 
-/* A walk that looks for one leaf. */
+/* A walk that finds one leaf. */
 typedef struct finding {
     pli_walk walk;
     Py_ssize_t to_go;
@@ -158,8 +158,8 @@ PyObject *pli_path_of_leaf(const module_state *state, PyObject *value, Py_ssize_
 
 /* ---- other leaves --------------------------------------------------------------- */
 
-/* A dataclass that holds no leaf and no mark is one object of the user's: his forward
- * may write to it, or ask whether it is this one (an enumeration).  1, 0 or -1. */
+/* A dataclass without leaf or mark goes whole: the user's forward may write to it or
+ * check its identity (an enumeration).  Returns 1, 0 or -1. */
 static int is_object(const module_state *state, int kind, PyObject *value)
 {
     pli_contents contents = {0};
@@ -256,8 +256,8 @@ static int tree_traverse(PyObject *object, visitproc visit, void *arg)
     return 0;
 }
 
-/* No tp_clear: a tree is as immutable as a tuple, and its cycles go through what it
- * holds, which can be cleared. */
+/* No tp_clear: a tree is as immutable as a tuple.  Its cycles go through the objects
+ * that it holds, and those can be cleared. */
 static void tree_dealloc(PyObject *object)
 {
     PyObject_GC_UnTrack(object);
@@ -269,7 +269,7 @@ static PyMethodDef tree_methods[] = {
     {"unflatten", tree_unflatten, METH_O,
      "unflatten($self, leaves, /)\n--\n\nReturn the value with these leaves."},
     {"path", tree_path, METH_O,
-     "path($self, index, /)\n--\n\nTell where a leaf is: \"[0]['mask'].logits\"."},
+     "path($self, index, /)\n--\n\nReturn the path of a leaf: \"[0]['mask'].logits\"."},
     {NULL, NULL, 0, NULL},
 };
 

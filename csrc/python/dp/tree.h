@@ -1,13 +1,13 @@
-/* tree.h - containers, opened and made again, and the walk through nested ones.
+/* tree.h - opens containers and makes them again, and walks through nested ones.
  *
- * The leaves are torch's tensors and NumPy's arrays.  A value that is neither a leaf
+ * The leaves are tensors of torch and arrays of NumPy.  A value that is neither a leaf
  * nor a container is a constant.
  *
  *     ({"x": t, "n": 3}, u)      two leaves, t and u, in a tuple with a dict
  *
- * One walk serves all: it opens a container, goes through its children, and makes a
- * container like it of what stands for them.  Its function `meet` says what stands for
- * a leaf.  gather() walks through several values side by side, the others through one.
+ * One walk serves all callers: it opens a container, walks its children, and makes a
+ * container like it from their replacements.  The walk's function `meet` decides what
+ * replaces a leaf.  gather() walks several values side by side, the others walk one.
  */
 #ifndef PLI_TREE_H
 #define PLI_TREE_H
@@ -19,7 +19,7 @@ typedef enum pli_kind {
     PLI_TENSOR,
     PLI_ARRAY,
     PLI_CONSTANT,
-    PLI_TUPLE, /* these and their subclasses, but for what torch's registry has */
+    PLI_TUPLE, /* these and their subclasses, unless torch's registry has the type */
     PLI_LIST,
     PLI_DICT,
     PLI_NAMED,  /* a namedtuple */
@@ -35,28 +35,28 @@ typedef enum pli_kind {
 typedef struct pli_container {
     pli_kind kind;
     PyObject *value;    /* borrowed */
-    PyObject *children; /* a tuple; owned, as what follows */
-    PyObject *keys;     /* a tuple: keys or attributes of the children; NULL: none */
-    PyObject *maker;    /* registered: its function to unflatten, and the context */
+    PyObject *children; /* a tuple; owned, like the next three */
+    PyObject *keys;     /* a tuple of the children's keys or attributes, or NULL */
+    PyObject *maker;    /* if registered: the unflatten function and the context */
     PyObject *context;
 } pli_container;
 
 /* The kind of a value, or -1. */
 int pli_kind_of(const module_state *state, PyObject *value);
 
-/* Opens a container of kind `kind`.  Drop `out` in any case. */
+/* Opens a container of kind `kind`.  Drop `out` even after a failure. */
 int pli_open(const module_state *state, PyObject *value, pli_kind kind,
              pli_container *out);
 void pli_container_drop(pli_container *self);
 
-/* A new container like `self` with the children `items`, a tuple of as many; a list may
- * have more or fewer. */
+/* A new container like `self` with `items`, a tuple, as its children.  Their number
+ * must be the same, except in a list. */
 PyObject *pli_close(const module_state *state, const pli_container *self,
                     PyObject *items);
 
 /* ---- tree.c: nested ones -------------------------------------------------------- */
 
-/* Where a walk is: a chain of frames on the stack, outermost last. */
+/* The position of a walk: a chain of frames on the stack, outermost last. */
 typedef struct pli_step {
     const struct pli_step *parent;
     const pli_container *container;
@@ -67,35 +67,35 @@ typedef struct pli_walk {
     const module_state *state;
     Py_ssize_t n; /* values side by side */
     enum {
-        PLI_LOOK,    /* make nothing: None stands for all */
+        PLI_LOOK,    /* make nothing: None replaces everything */
         PLI_REBUILD, /* make containers again */
-        PLI_UNMARK   /* the same, without marks */
+        PLI_UNMARK   /* like PLI_REBUILD, without marks */
     } mode;
-    /* Says what stands for `values`, which are of kind `kind` by the first: 1, with a
-     * new reference in *out, or without, for None; 0 to walk through the children of a
-     * container; or -1. */
+    /* Decides what replaces `values`, whose kind is `kind`, by the first.  Returns 1
+     * with a new reference in *out, or with NULL there, for None; 0 to walk through the
+     * children of a container; -1 on failure. */
     int (*meet)(struct pli_walk *walk, int kind, PyObject *const *values,
                 const pli_step *at, PyObject **out);
-    /* Brings the children of part k into the order of part 0's; NULL where n is 1. */
+    /* Brings the children of part k into the order of part 0's; NULL if n is 1. */
     int (*align)(pli_container *parts, Py_ssize_t k, const pli_step *at);
 } pli_walk;
 
-/* What stands for `values`; `at` is NULL for the outermost. */
+/* The replacement of `values`; `at` is NULL for the outermost. */
 PyObject *pli_walk_values(pli_walk *walk, PyObject *const *values, const pli_step *at);
 
 /* Walks through one value, in the mode PLI_LOOK: 0 or -1. */
 int pli_look(pli_walk *walk, PyObject *value);
 
-/* What there is in a value: a tensor or an array, a constant but None, a mark. */
+/* Whether a value contains a tensor or array, a constant other than None, a mark. */
 typedef struct pli_contents {
     int has_leaf, has_value, has_mark;
 } pli_contents;
 
-/* Adds what is in `value` to `contents`: 0 or -1. */
+/* Adds the contents of `value` to `contents`: 0 or -1. */
 int pli_look_inside(const module_state *state, PyObject *value, pli_contents *contents);
 
-/* `start`, then a step for each frame: "[0]", "['mask']" or ".logits".  Where `start`
- * is NULL the outermost is (args, kwargs): "args[0]['mask']", "kwargs['x']". */
+/* `start`, then a step for each frame: "[0]", "['mask']" or ".logits".  If `start` is
+ * NULL, the outermost container is (args, kwargs): "args[0]['mask']", "kwargs['x']". */
 PyObject *pli_path(const pli_step *at, const char *start);
 
 /* The path of leaf number `leaf`. */
@@ -106,7 +106,7 @@ PyObject *pli_path_of_leaf(const module_state *state, PyObject *value, Py_ssize_
 PyObject *pli_with_leaves(const module_state *state, PyObject *value, PyObject *leaves,
                           int keeps_marks);
 
-/* A Tree, which takes `value` apart and puts it together. */
+/* A Tree, which puts `value` together again with other leaves. */
 PyObject *pli_tree_new(const module_state *state, PyObject *value, int keeps_marks);
 
 /* flatten(value) */
@@ -119,7 +119,7 @@ int pli_leaf_shape(const module_state *state, PyObject *leaf, pli_shape *out);
 /* "(2, 3)" */
 PyObject *pli_shape_text(const pli_shape *shape);
 
-/* `n` rows of a leaf from row `start`, a view; autograd knows a tensor's. */
+/* A view of `n` rows of a leaf from row `start`; of a tensor, autograd tracks it. */
 PyObject *pli_leaf_narrow(PyObject *leaf, Py_ssize_t dim, Py_ssize_t start,
                           Py_ssize_t n);
 
@@ -131,14 +131,14 @@ PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args
 /* gather(outputs, sizes, dim, join=None) */
 PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
-/* ---- kept.c: whether the dictionaries of kept modules are as they were --------- */
+/* ---- kept.c: the dictionaries of kept modules ---------------------------------- */
 
-/* differing(dicts, expected, any): a list of the numbers of dicts that have not the
- * names of the expected one in its order, or other objects as values; where it has
- * `any`, all objects will do. */
+/* differing(dicts, expected, any): a list of the numbers of dicts that differ from the
+ * expected dict in names, their order, or a value's identity.  If the expected value is
+ * `any`, the value may be any object. */
 PyObject *pli_differing(PyObject *module, PyObject *args);
 
-/* restore(dicts, expected): have all dicts hold that, and nothing else. */
+/* restore(dicts, expected): makes each dict hold the expected entries and no others. */
 PyObject *pli_restore(PyObject *module, PyObject *args);
 
 /* reference_counts(objects): a tuple. */

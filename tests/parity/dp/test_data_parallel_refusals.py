@@ -168,7 +168,7 @@ def test_a_buffer_that_only_replicas_let_grow_does_no_lasting_harm(wrap):
     twin.step(step, x)
 
 
-NO_ROWS = ValueError, "mark what each replica shall have"
+NO_ROWS = ValueError, "must have the same number of rows"
 # name: (arguments, error, words)
 CALLS = {
     "too few columns": ((X[:, :2], X), RuntimeError, "cannot be multiplied"),
