@@ -2,20 +2,20 @@
 
 ::
 
-    data_parallel    the wrapper: torch's arguments, and what a subclass overrides
+    data_parallel    the wrapper: torch's arguments, and methods to override
       engine           one forward: replicas in order on the CPU, on threads on GPUs
-        originals        the module beside replicas that run in order
-        threads          with what torch keeps a thread (thread_state)
-        rng, generators  random numbers, and where they come from
-      parameters       what each device has of the model
+        originals        guards the module while replicas run in order
+        threads          threads of replicas, with torch's thread state (thread_state)
+        rng, generators  random numbers and their generators
+      parameters       copies of the model on each device
         segments         which tensors travel together, and where they lie
-        gradients        their way back; inner_backwards: inside a forward
-        replicate        replicas of a module, which shells keeps
+        gradients        sums of gradients; inner_backwards: inside a forward
+        replicate        makes replicas of a module, which shells keeps
       transfers        arguments to the devices, outputs back
-        group            the devices, and their streams, over csrc/replicas; the CPU
-    devices          of replicas, as the user names them
-    marker           arguments that are not to be split
+        group            devices and their streams, over csrc/replicas; or the CPU
+    devices          devices of replicas, as the user names them
+    marker           arguments that must not be split
 
-All order is on the devices, by events: no host waits for a device in a forward or a
+Events order all work on the devices: the host waits for no device in a forward or a
 backward.  Public names are in ``paceline`` itself.
 """

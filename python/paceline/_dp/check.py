@@ -1,4 +1,4 @@
-"""paceline.check: whether a model computes in replicas what it computes alone."""
+"""paceline.check: compares a model in replicas with the model alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline._compat import torch_core
 from paceline._dp.data_parallel import DataParallel
 from paceline._dp.marker import unmarked
 
-# Of the largest entry: rounding of float sums that are taken in another order.
+# Relative to the largest entry: float sums in another order round differently.
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2}
 _RTOL_OTHERWISE = 5e-2
 _ATOL = {torch.float64: 1e-12, torch.float32: 1e-7}
@@ -34,12 +34,12 @@ class Row:
     name : str
         ``output`` with the path of a leaf in it, or ``grad`` with a parameter's name.
     plain, replicas : str
-        The largest magnitude in it, by the plain module and by the wrapped one, or what
-        is there instead of a tensor.
+        The largest magnitude in the plain module's tensor and in the wrapper's, or a
+        description of what stands in place of a tensor.
     max_abs, max_rel : float
-        The largest difference, and that over the largest magnitude.
+        The largest difference, and its ratio to the largest magnitude.
     ok : bool
-        Whether it is within the tolerance.
+        Whether the difference is within the tolerance.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Report:
     rows : list of Row
         Outputs first, then gradients.
     n_replicas : int
-        How many replicas were asked for.
+        The number of replicas in the comparison.
     notes : list of str
         Why differences may be expected.
     ok : bool
-        Whether all is within the tolerance.
+        Whether all rows are within the tolerance.
     """
 
     rows: list[Row]
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all is within the tolerance."""
+        """Whether all rows are within the tolerance."""
         return all(row.ok for row in self.rows)
 
     def __bool__(self) -> bool:
@@ -115,31 +115,31 @@ def check(
 ) -> Report:
     """Compare a model in a :class:`paceline.DataParallel` with the model alone.
 
-    Copies of the model take one forward and one backward on the whole batch, with and
-    without the wrapper; the model itself, the batch and the random numbers are left as
-    they are.
+    Copies of the model run one forward and one backward on the whole batch, with and
+    without the wrapper.  The model itself, the batch and the random state stay
+    unchanged.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model, in the mode (training or evaluation) that is to be compared.
+        The model, in the mode (training or evaluation) to compare.
     batch : tensor, tuple or dict
         One argument, positional arguments, or keyword arguments of the model.
     loss : callable, optional
-        Makes a loss of the model's output, for the gradients.  By default all
+        Computes a loss from the model's output, for the gradients.  By default all
         floating-point outputs are summed with fixed random weights.
     replicas : int, default 2
-        How many: on the CPU, or on GPUs from the model's own on, each of them once
-        more where there are too few.
+        The number of replicas: on the CPU, or on GPUs, the model's first.  If there
+        are too few GPUs, each is used several times.
     rtol, atol : float, optional
-        A tensor agrees where the largest difference is at most ``atol + rtol * m``,
-        with ``m`` its largest magnitude.  By default what rounding explains: for
-        float32 1e-4 and 1e-7, for float64 1e-9 and 1e-12.
+        A tensor agrees if the largest difference is at most ``atol + rtol * m``, with
+        ``m`` its largest magnitude.  The defaults allow for rounding: 1e-4 and 1e-7
+        for float32, 1e-9 and 1e-12 for float64.
 
     Returns
     -------
     Report
-        A table of outputs and gradients; ``.ok``, and its truth, is the verdict.
+        A table of outputs and gradients; ``.ok`` and ``bool(report)`` are the verdict.
 
     Raises
     ------
@@ -192,7 +192,7 @@ def _devices(
 def _arguments(
     batch: Any, place: torch.device | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a copy of the batch as arguments, on a GPU where one is given."""
+    """Return a copy of the batch as arguments, on a GPU if one is given."""
     tree, leaves = _native.flatten(batch)
     batch = tree.unflatten([_copied(leaf, place) for leaf in leaves])
     if isinstance(batch, dict):
@@ -201,7 +201,7 @@ def _arguments(
 
 
 def _copied(leaf: Any, place: torch.device | None) -> Any:
-    """Return a copy out of the caller's graph: one more node, if it was in one."""
+    """Return a copy outside the caller's graph; it is a leaf if the original is one."""
     if not isinstance(leaf, torch.Tensor):
         return leaf.copy()
     copied = leaf.detach().to(place or leaf.device, copy=True)
@@ -223,8 +223,8 @@ def _notes(module: torch.nn.Module, draws: bool) -> list[str]:
     notes = []
     if draws:
         notes.append(
-            "the forward draws random numbers, others in each replica; compare in "
-            "evaluation mode, by model.eval()"
+            "the forward draws random numbers, which differ in each replica; compare "
+            "in evaluation mode, after model.eval()"
         )
     norms = (m for m in module.modules() if isinstance(m, torch_core.BatchNorm))
     if any(norm.training for norm in norms):
@@ -235,7 +235,7 @@ def _notes(module: torch.nn.Module, draws: bool) -> list[str]:
 def _backward(
     output: Any, loss: Callable[[Any], torch.Tensor] | None, plain: Any
 ) -> None:
-    """Take a backward; of what is a number in the plain output, the mean counts."""
+    """Run a backward; a number in the plain output counts by the mean over replicas."""
     total: Any = None
     if loss is not None:
         total = loss(output)
@@ -258,7 +258,7 @@ def _weights(leaf: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _named_outputs(plain: Any, joined: Any) -> list[tuple[str, Any, Any]]:
-    """Return the name of each output, and what it is on both sides."""
+    """Return the name of each output, and its value on both sides."""
     tree, leaves = _native.flatten(plain)
     others = _native.flatten(joined)[1]
     if len(leaves) != len(others):

@@ -1,4 +1,4 @@
-"""DataParallel: torch's class in name and contract, with replicas of its own."""
+"""DataParallel: torch's class in name and contract, with its own replicas."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _starting = threading.Lock()
 
 
 class _Arguments(tuple[Any, ...]):
-    """The positional arguments of each replica, and how many rows each has."""
+    """The positional arguments and the number of rows of each replica."""
 
     sizes: tuple[int, ...]
 
 
 class _Outputs(list[Any]):
-    """The output of each replica, and how many rows it had, if that is known."""
+    """The output of each replica, and its number of rows, if known."""
 
     sizes: tuple[int, ...] | None
 
@@ -40,9 +40,9 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     """Trains a module on parts of each batch: a drop-in for torch's class.
 
     A batch is split over replicas of the module, and their outputs are joined in order.
-    The meaning is the plain module's on the whole batch: same outputs, same gradients,
-    for any loss.  Exceptions are statistics that belong to a replica by nature:
-    BatchNorm in training (replica 0's survive) and dropout's random numbers.
+    Outputs and gradients are those of the plain module on the whole batch, for any
+    loss.  Exceptions are the statistics of BatchNorm in training, which are per replica
+    (replica 0's remain), and the random numbers of dropout.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     output_device : int, str or torch.device, optional
         Where outputs are: by default on the first device; -1 is the CPU.
     dim : int, default 0
-        The dimension of inputs and outputs that is the batch's.
+        The batch dimension of inputs and outputs.
 
     Attributes
     ----------
@@ -69,12 +69,13 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     src_device_obj : torch.device
         Where the module is.
     dim : int
-        The batch's dimension.
+        The batch dimension.
 
     Raises
     ------
     TypeError
-        If ``module`` is no module, ``device_ids`` no list or ``dim`` no integer.
+        If ``module`` is not a module, ``device_ids`` not a list or ``dim`` not an
+        integer.
     ValueError
         If devices are mixed, or a device or ``PACELINE_CPU_REPLICAS`` is out of range.
     NotImplementedError
@@ -84,12 +85,12 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     Warns
     -----
     UserWarning
-        If ``device_ids`` names GPUs and there is none; if ``module`` is a wrapper
-        already.
+        If ``device_ids`` names GPUs and there are none; if ``module`` is already a
+        wrapper.
 
     See Also
     --------
-    replicate : marks an argument that every replica is to get whole.
+    replicate : marks an argument that every replica gets whole.
     check : compares a wrapped model with the plain one.
 
     Examples
@@ -109,59 +110,60 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     -----
     The contract is that of `torch's class
     <https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html>`_;
-    there replicas are on accelerators only.  ``scatter``, ``replicate``,
+    its replicas are on accelerators only.  ``scatter``, ``replicate``,
     ``parallel_apply`` and ``gather`` may be overridden.
 
-    A replica has copies of the model's parameters and buffers, which a forward brings
-    up to date.  What replica 0 writes to parameters and buffers, or sets as attributes,
-    in forward stays; what others do is gone with the next forward, while ``id(self)``
-    is the same there.  Objects that attributes or arguments hold (lists, dicts, caches)
-    are shared by all replicas.  Parameters of replicas but replica 0 are no leaves:
-    they have no ``.grad``; use ``torch.autograd.grad`` in forward.  All this is as with
-    torch's class.  What differs from it:
+    A replica has copies of the model's parameters and buffers, which each forward
+    updates.  If replica 0 writes to parameters or buffers or sets attributes in
+    forward, the module keeps the result.  The next forward discards what other replicas
+    wrote, although ``id(self)`` stays the same there.  All replicas share objects that
+    attributes or arguments hold (lists, dicts, caches).  In replicas other than replica
+    0, parameters are not leaves and have no ``.grad``; use ``torch.autograd.grad`` in
+    forward.  All this is as in torch's class.  The differences are:
 
-    - Parameters of replicas are parameters: ``next(self.parameters())`` works in a
+    - Parameters of replicas are real parameters: ``next(self.parameters())`` works in a
       forward.  Complex ones stay complex.  Hooks that a replica registers are its own.
-    - Inputs that disagree about the size of the batch are an error, and never cut to
-      the shortest.  :func:`paceline.replicate` marks what is not to be split; a tensor
-      that has one number once a replica (``n.expand(n_replicas)``) gives it to each.
-    - Parts of a batch differ by one row at the most, and a batch of fewer rows than
-      replicas uses fewer.
+    - Inputs with different batch sizes are an error; they are never cut to the
+      shortest.  :func:`paceline.replicate` marks arguments that must not be split.  A
+      tensor that repeats one number for each replica (``n.expand(n_replicas)``) gives
+      each its number.
+    - Parts of a batch differ by at most one row.  A batch with fewer rows than replicas
+      uses fewer replicas.
     - Outputs may hold dataclasses, numbers, strings and NumPy arrays.  Numbers, strings
-      and other objects come as a list with one entry per replica.  As arguments those
+      and other objects come as a list with one entry per replica.  As arguments, they
       go whole to each replica.
-    - Lists of numbers, strings or objects alone have one entry a row, and are joined
-      end to end; other lists entry by entry, as in torch.
+    - Lists of only numbers, strings or objects need one entry per row, and are joined
+      end to end.  Other lists are joined entry by entry, as in torch.
     - The caller's autocast, default device and context variables reach all replicas.
     - State dicts load with the prefix ``module.`` and without it.
-    - A ``scatter`` of a subclass may return any iterables; more parts than replicas
-      are an error.  ``torch.nn.parallel.scatter`` and ``gather`` are for GPUs alone.
+    - A ``scatter`` of a subclass may return any iterables; more parts than replicas are
+      an error.  ``torch.nn.parallel.scatter`` and ``gather`` are for GPUs only.
 
-    As with torch's class, what a forward computes over its rows (a mean loss, a
-    contrastive one) is over a replica's rows: compute such on the outputs instead.
+    As in torch's class, a forward that computes over its rows (a mean or contrastive
+    loss) sees its replica's rows only: compute such a loss on the outputs instead.
 
-    Random numbers: replica 0 goes on with the caller's stream, as the plain module
-    would, and each other replica draws by a seed that follows from its state.
+    Random numbers: replica 0 draws from the caller's stream, as the plain module would.
+    Each other replica draws from a seed that is derived from the stream's state.
 
     **On the CPU** replicas run one after another on the caller's thread, each with all
     of torch's threads: to develop, test and teach programs for several GPUs.  For speed
-    on CPUs take ranks: :func:`paceline.launch` and
-    :class:`paceline.DistributedDataParallel`.  If a replica writes to the module
-    itself, which it can reach by a lambda over ``self``, that is an error.
+    on CPUs use ranks: :func:`paceline.launch` and
+    :class:`paceline.DistributedDataParallel`.  If a replica writes to the module itself
+    (by a lambda over ``self``), that is an error.
 
-    **On GPUs** replicas are threads.  Gradients are added up while backward runs, in
-    the order of replicas, those of replica 0 last; in 16-bit types with one rounding,
-    and one more for replica 0's if there are three replicas or more.  A parameter that
-    no replica has used keeps its gradient.
-    Replicas whose forward draws from a generator that they share run one after the
-    other, so that runs can be repeated; each GPU has a generator of its own.  Hooks on
-    saved tensors see what replica 0 saves: put a ``checkpoint`` with
-    ``use_reentrant=False`` inside the module rather than round the wrapper.
+    **On GPUs** each replica has a thread.  Gradients are summed while backward runs, in
+    the order of replicas, with replica 0's last.  In 16-bit types the sum is rounded
+    once, and once more for replica 0's if there are three or more replicas.  A
+    parameter that no replica has used keeps its gradient.  If a forward draws from a
+    generator that replicas share, they run one after the other, so that runs can be
+    repeated; each GPU has its own generator.  Hooks on saved tensors receive what
+    replica 0 saves: put a ``checkpoint`` with ``use_reentrant=False`` inside the
+    module, not around the wrapper.
     """
 
     __module__ = "paceline"
 
-    _ways: frozenset[bool] = frozenset()  # of calls that a backward may repeat
+    _ways: frozenset[bool] = frozenset()  # is_inner of calls that a backward may repeat
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
-        torch.nn.Module.__init__(self)  # none of torch's own machinery
+        torch.nn.Module.__init__(self)  # skips torch's own constructor
         torch_core.attach()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
@@ -188,7 +190,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         self._are_gpus = devices.are_gpus
         self._alone_because = devices.because
         self._engine: Engine | None = None
-        self._steps: Steps | None = None  # what records them
+        self._steps: Steps | None = None
         if not self._are_gpus:
             devices_.refuse_gpu(self.module, self._alone_because)
             return
@@ -199,30 +201,30 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     # ---- a step -------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on parts of the batch, and join what it returns.
+        """Run the module on parts of the batch, and join its outputs.
 
         Parameters
         ----------
         *inputs, **kwargs
             For the module's own ``forward``: tensors and arrays are split along
             ``dim``, also inside lists, tuples, dicts and dataclasses; 0-dim tensors,
-            other objects and what :func:`paceline.replicate` marks go whole to each
-            replica.
+            other objects, and arguments marked by :func:`paceline.replicate`, go whole
+            to each replica.
 
         Returns
         -------
         object
-            As the module returns it, for the whole batch.  A tensor without dimensions
-            (a loss) comes as a vector with one entry per replica, as in torch; a number
-            or a string as a list with one entry per replica.
+            The module's output for the whole batch.  A tensor without dimensions (a
+            loss) becomes a vector with one entry per replica, as in torch; a number or
+            a string becomes a list with one entry per replica.
 
         Raises
         ------
         ValueError
-            If inputs disagree about the size of the batch, or outputs cannot be joined.
+            If inputs have different batch sizes, or outputs cannot be joined.
         Exception
-            What the module raises in a replica: of its own type, with the number of the
-            replica and its traceback in the message.
+            The error that the module raises in a replica, of the same type; the message
+            has the number of the replica and its traceback.
         """
         is_alone = len(self.device_ids) < 2 and not self._are_gpus
         call = self._call_plainly if is_alone else self._call_in_replicas
@@ -259,27 +261,27 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             return self.gather(outputs, self.output_device)
 
     def _is_inner(self) -> bool:
-        """Tell whether a replica calls this, or a backward that repeats its call."""
+        """Tell whether a replica makes this call, or a backward that repeats one."""
         if "_is_replica" in self.__dict__:
             return True
         is_inner = is_inside_replica()
         if torch_graph.current_task() >= 0 and not is_inner:
             if len(self._ways) > 1:
                 raise RuntimeError(
-                    "a backward repeats a call of a DataParallel, by a checkpoint most "
-                    "likely, and it was called both by itself and inside another "
-                    "DataParallel: give each of the two a wrapper of its own"
+                    "a backward repeats a call of a DataParallel, most likely by a "
+                    "checkpoint, and that wrapper was called both by itself and inside "
+                    "another DataParallel: use a separate wrapper for each"
                 )
             return True in self._ways
-        # A checkpoint has hooks on saved tensors, or turns gradients off.
+        # A checkpoint sets hooks on saved tensors, or turns gradients off.
         if not torch.is_grad_enabled() or torch_modes.has_saved_tensors_hooks():
             self._ways |= {is_inner}
         return is_inner
 
     def _engine_for(self, device_ids: Sequence[Any]) -> Engine:
-        """Return what runs replicas on these devices; for others than its own, anew."""
+        """Return the wrapper's engine, or a new one if these are other devices."""
         indices, wanted = _indices(self, self.device_ids), _indices(self, device_ids)
-        with _starting:  # one engine, however many threads ask
+        with _starting:  # one engine, even if several threads need it
             engine = self._engine
             if engine is None or engine.indices != indices:
                 check_lazy(parts_of(self.module))
@@ -289,7 +291,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         return Engine(wanted, is_cpu=not self._are_gpus)
 
     def _recorded_steps(self) -> Steps:
-        """Return what records a forward that runs inside it."""
+        """Return the context that records a forward."""
         if self._steps is None:
             self._steps = Steps(self, len(self.device_ids))
         return self._steps
@@ -324,12 +326,12 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         kwargs : dict or None
             Keyword arguments.
         device_ids : sequence
-            One a replica, at most.
+            At most one per replica.
 
         Returns
         -------
         tuple of tuple, tuple of dict
-            The arguments of each replica; both empty if there are none at all.
+            The arguments of each replica; both are empty if there are no arguments.
         """
         if not inputs and not kwargs:
             return (), ()
@@ -351,7 +353,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         module : torch.nn.Module
             The module.
         device_ids : sequence
-            One a replica.
+            One per replica.
 
         Returns
         -------
@@ -372,14 +374,14 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         replicas : sequence of torch.nn.Module
             From :meth:`replicate`.
         inputs : sequence
-            The positional arguments of each; what is no tuple or list is the only one.
+            The positional arguments of each; a single one need not be in a tuple.
         kwargs : sequence of dict or None
             The keyword arguments of each.
 
         Returns
         -------
         list
-            What each returned.
+            The output of each.
         """
         named = kwargs if kwargs is not None else [{}] * len(replicas)
         engine = self._engine_for(self.device_ids)
@@ -391,9 +393,9 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         Parameters
         ----------
         outputs : list
-            One a replica, in order.
+            One per replica, in order.
         output_device : int or torch.device
-            Where the output is to be: the CPU, or the number of a GPU; -1 is the CPU.
+            The device of the output: the CPU, or the number of a GPU; -1 is the CPU.
 
         Returns
         -------
@@ -407,7 +409,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     # ---- state ----------------------------------------------------------------------
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse what ``.cuda()`` makes of the module, rather than run one replica."""
+        """Raise if ``.cuda()`` moves the module while replicas are on the CPU."""
         applied = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not self._are_gpus:
             devices_.refuse_gpu(self.module, self._alone_because)
@@ -417,14 +419,14 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         return {**self.__dict__, "_engine": None, "_steps": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch_core.attach()  # this process may never have constructed one
+        torch_core.attach()  # this process may not have constructed one yet
         if "_are_gpus" in state:
             super().__setstate__(state)  # type: ignore[no-untyped-call]
         else:
             self._adopt(state)
 
     def _adopt(self, state: dict[str, Any]) -> None:
-        """Become what a pickle of torch's class says: see ``paceline.install``."""
+        """Take the state from a pickle of torch's class: see ``paceline.install``."""
         module = state["_modules"]["module"]
         is_by_default = _environment.cpu_replicas() is not None
         device_ids = state["device_ids"] or (None if is_by_default else [])
@@ -459,19 +461,20 @@ def _sizes_of(lists: Any) -> tuple[int, ...] | None:
 
 
 def _checked(n_replicas: int, args: Any, kwargs: Any) -> Lists:
-    """Return each replica's arguments from what ``scatter`` has returned."""
+    """Return each replica's arguments from the result of ``scatter``."""
     args = tuple(args)
     named = ({},) * len(args) if kwargs is None else tuple(kwargs)
     if not args and not named:
         return ((),), ({},)
     if len(args) != len(named):
         raise ValueError(
-            f"scatter() gave {len(args)} replicas arguments, and {len(named)} "
-            "keyword arguments: give both to each, be they () and {}"
+            f"scatter() returned arguments for {len(args)} replicas, and keyword "
+            f"arguments for {len(named)}: return both for each, even if they are "
+            "() and {}"
         )
     if len(args) > n_replicas:
         raise ValueError(
-            f"scatter() gave arguments for {len(args)} replicas, and there are "
+            f"scatter() returned arguments for {len(args)} replicas, but there are "
             f"{n_replicas}"
         )
     return args, named

@@ -1,4 +1,4 @@
-"""The devices of replicas, as they were asked for."""
+"""The devices of replicas, as the user names them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ CPU = torch.device("cpu")
 
 
 class Devices(NamedTuple):
-    """Where replicas, and the outputs, are.
+    """The devices of replicas and of outputs.
 
     Attributes
     ----------
     ids : list of torch.device or list of int
-        One a replica: the CPU, or numbers of GPUs, as in torch; none: no replicas.
+        One per replica: the CPU, or numbers of GPUs, as in torch.  Empty: no replicas.
     because : str
         Why there is only one replica, if so.
     output : torch.device or int
-        The CPU, or the number of a GPU, as in torch: -1 is the CPU there.
+        The CPU, or the number of a GPU; -1 is the CPU, as in torch.
     source : torch.device
         Where the module is.
     are_gpus : bool
@@ -38,12 +38,12 @@ class Devices(NamedTuple):
 
 
 def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
-    """Return what is meant; device_ids and output_device are those of a wrapper."""
+    """Return the devices for a wrapper's device_ids and output_device."""
     if device_ids is None:
         return _default(output_device)
     if isinstance(device_ids, (str, bytes, int, torch.device)):
         raise TypeError(
-            f"device_ids is {device_ids!r}: give a list with one device a replica"
+            f"device_ids is {device_ids!r}: give a list with one device per replica"
         )
     devices = [_device(each) for each in device_ids]
     because = f"one replica: device_ids is {list(device_ids)!r}"
@@ -51,8 +51,8 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
     if n_cpu == len(devices):
         if devices and output_device is not None and _output(output_device) != CPU:
             raise ValueError(
-                f"output_device is {output_device!r}: replicas on the CPU give their "
-                "outputs there; leave it out"
+                f"output_device is {output_device!r}: outputs of replicas on the CPU "
+                "stay on the CPU; leave it out"
             )
         return Devices(devices, because)
     if n_cpu:
@@ -73,15 +73,15 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
         return _on_gpus(indices, because, output_device)
     warnings.warn(
         f"device_ids is {list(device_ids)!r}, and there is no GPU: the module is "
-        f"called plainly; {_environment.CPU_REPLICAS}=2 in the environment makes "
-        "replicas on the CPU of these",
+        f"called plainly. Set {_environment.CPU_REPLICAS}=2 in the environment to put "
+        "these replicas on the CPU",
         stacklevel=3,
     )
     return Devices([], f"{because}, and there is no GPU")
 
 
 def _on_gpus(indices: list[int], because: str, output_device: Any) -> Devices:
-    """Return GPUs with where the outputs and the module are."""
+    """Return these GPUs, and the devices of the outputs and of the module."""
     output = indices[0]
     if output_device is not None:
         device = _output(output_device)
@@ -94,7 +94,7 @@ def _output(output_device: Any) -> torch.device:
 
 
 def output_of(output_device: Any) -> torch.device:
-    """Return the device that a number stands for, as `Devices` has it."""
+    """Return the device for an `output` of `Devices`."""
     if isinstance(output_device, torch.device):
         return output_device
     return CPU if output_device == -1 else _gpu.machine.device(output_device)
@@ -113,9 +113,9 @@ def _default(output_device: Any) -> Devices:
         return Devices([CPU] * n_replicas if n_replicas > 1 else [], because)
     return Devices(
         [],
-        f"one replica: device_ids is None, and {why or 'there is no GPU'}; "
-        f"device_ids=['cpu'] * n, or {_environment.CPU_REPLICAS}=n in the environment, "
-        "makes n of them on the CPU",
+        f"one replica: device_ids is None, and {why or 'there is no GPU'}; for n "
+        f"replicas on the CPU, pass device_ids=['cpu'] * n, or set "
+        f"{_environment.CPU_REPLICAS}=n in the environment",
     )
 
 
@@ -136,30 +136,30 @@ def _index(device: torch.device, name: str, given: Any) -> int:
 
 
 def _device(device_id: Any) -> torch.device:
-    """Return the device that is meant; a number is that of an accelerator."""
+    """Return the device for a device id; a number names a GPU."""
     try:
         if isinstance(device_id, int) and not isinstance(device_id, bool):
             return torch.device("cuda", device_id)
         device = torch.device(device_id)
     except (RuntimeError, TypeError) as error:
-        words = f"{device_id!r} is not a device, as 'cpu' or 'cuda:0' is: {error}"
+        words = f"{device_id!r} is not a device such as 'cpu' or 'cuda:0': {error}"
         raise TypeError(words) from None
     return CPU if device.type == "cpu" else device
 
 
 def refuse_gpu(module: torch.nn.Module, because: str) -> None:
-    """Raise where a module is on a GPU, and its replicas are not."""
+    """Raise if a module is on a GPU and its replicas are not."""
     for name, parameter in module.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):
             raise NotImplementedError(
-                f"'{name}' is on device {parameter.device}, and the wrapper's replicas "
-                f"are on the CPU ({because}); move the module by .cpu() first, or wrap "
-                "it by device_ids that name its GPU first"
+                f"'{name}' is on device {parameter.device}, but the wrapper's replicas "
+                f"are on the CPU ({because}): move the module by .cpu(), or pass "
+                "device_ids that begin with its GPU"
             )
 
 
 def warn_of_imbalance(indices: Sequence[int]) -> None:
-    """Warn where one GPU has much less memory, or fewer processors, than another."""
+    """Warn if one GPU has much less memory, or fewer processors, than another."""
     sizes = [_gpu.machine.size(index) for index in indices]
     for what, values in (
         ("memory", [memory for memory, _ in sizes]),
@@ -170,8 +170,8 @@ def warn_of_imbalance(indices: Sequence[int]) -> None:
             most = indices[values.index(max(values))]
             warnings.warn(
                 f"There is an imbalance between your GPUs: GPU {least} has less than "
-                f"75% of the {what} of GPU {most}, and every replica gets as many "
-                "rows. You may want to exclude it by device_ids or "
+                f"75% of the {what} of GPU {most}, and every replica gets the same "
+                "number of rows. You may want to exclude it by device_ids or "
                 "CUDA_VISIBLE_DEVICES",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""A forward in replicas, each with copies of the model on a device of its own.
+"""One forward in replicas, each with copies of the model on its device.
 
 ::
 
@@ -7,23 +7,23 @@
 
     caller    scatter | send the model | replica 0 | 1 | ... | n-1 | gather
 
-On GPUs replicas run side by side.  Threads only enqueue: no thread waits for a device.
-The streams are those that are the caller's current ones, on each device; so is what
-torch keeps a thread (``thread_state.py``).
+On GPUs replicas run in parallel.  Threads only enqueue; none waits for a device.  They
+use the caller's current stream on each device, and the caller's state in torch
+(``thread_state.py``).
 
-On the CPU they run in order on the caller's thread: torch's own threads use every core
-already, and nothing of a program has to know of threads.
+On the CPU they run in order on the caller's thread: torch's own threads already use
+every core, and programs need not be thread-safe.
 
-Devices have generators of random numbers of their own.  A forward that draws from one
-that replicas share (the CPU's, Python's, NumPy's, that of a device which is there more
-than once) runs its replicas in order, so that runs can be repeated; its first call of
-each combination of training flags does so too, and finds that out.  So does a forward
-that runs backward passes, or whose parts are in a list of their class.
+Each device has its own generator of random numbers.  If a forward draws from a
+generator that replicas share (the CPU's, Python's, NumPy's, or that of a device with
+several replicas), its replicas run in order, so that runs can be repeated.  The first
+call with each combination of training flags also runs in order, to find this out.  So
+does a forward that runs backward passes, or whose parts are in a list of their class.
 
-Hooks on saved tensors, and so a checkpoint round the wrapper, are replica 0's alone on
-GPUs.  A backward has a thread for each device: these would call the hooks side by side,
-and repeat a checkpoint's forward at a time, on other streams than its own, with other
-random numbers than those of its own, of which torch keeps those of one device.
+On GPUs, hooks on saved tensors, and so a checkpoint around the wrapper, apply to
+replica 0 alone.  A backward has a thread for each device.  These threads would call the
+hooks in parallel, and repeat a checkpoint's forward several times at once, on other
+streams and with other random numbers: torch keeps the random state of one device only.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Engine:
         self.indices = list(indices)
         self.is_cpu = is_cpu
         self._machine: Any = HOST if is_cpu else _gpu.machine
-        self._lock = threading.RLock()  # a gather() of a subclass may call the wrapper
+        self._lock = threading.RLock()  # a subclass's gather() may call the wrapper
         self._process = os.getpid()
-        # On the CPU a forward may wait for one of another thread: each has its own.
+        # On the CPU a forward may wait for another thread's: each thread has its own.
         self._kept: Any = threading.local() if is_cpu else SimpleNamespace()
         self._threads = ThreadPool()
         self._draws: dict[bytes, bool] = {}
@@ -83,12 +83,12 @@ class Engine:
         if self._process != os.getpid() and not self.is_cpu:
             raise RuntimeError(
                 "a DataParallel on GPUs cannot be called in a forked process: start "
-                "processes by spawn, and make it there"
+                "processes by spawn, and create the wrapper there"
             )
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """The lock that a call holds; with GPUs a forked process raises."""
+        """The lock that a call holds; raises in a forked process with GPUs."""
         self._check_process()
         return nullcontext() if self.is_cpu else self._lock
 
@@ -133,13 +133,13 @@ class Engine:
         inputs: Sequence[Any],
         kwargs: Sequence[Any],
     ) -> list[Any]:
-        """Return what each replica returns; the error of the lowest is raised."""
+        """Return each replica's output, or raise the error of the lowest one."""
         self._refuse_capture()
         parts, group = parts_of(module), self.group
         if len(replicas) > len(group):
             raise ValueError(
-                f"{len(replicas)} replicas are to be run, and the wrapper has "
-                f"{len(group)} devices: give as many as device_ids names"
+                f"parallel_apply() got {len(replicas)} replicas, but the wrapper has "
+                f"{len(group)} devices: give at most one replica per device"
             )
         if len(replicas) == 1:
             self._check_devices(parts)
@@ -166,7 +166,7 @@ class Engine:
             if self._replicated is not None:
                 self._replicated.finish(streams, outputs)
             if not torch.is_grad_enabled():
-                # It would hold on to casts of the replicas' parameters, which are new
+                # The cache would keep casts of the replicas' parameters, which are new
                 # ones in each forward, until the outermost autocast ends.
                 torch.clear_autocast_cache()
 
@@ -204,7 +204,7 @@ class Engine:
         watched, this = originals.Originals(parts), object()
 
         def call(k: int) -> Any:
-            """Return what replica `k` returns, if it wrote only to its own."""
+            """Return replica `k`'s output, if it wrote only to its own tensors."""
             run = tasks[k].run_and_take
             if k > 0 and not self.is_cpu:
                 run = partial(torch_modes.without_saved_tensors_hooks, run)
@@ -214,7 +214,7 @@ class Engine:
                     output = run()
             finally:
                 originals.put(before)
-            # Otherwise what has changed may be the work of a call in another thread.
+            # Otherwise a call in another thread may have made the change.
             if k > 0 and began_alone and self._last_begun is this:
                 watched.check(k)
             else:
@@ -233,8 +233,8 @@ class Engine:
         return outputs, draw or bool(lists) or has_run_backward
 
     def _call_all(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], bool]:
-        """Return the outputs, and whether a generator was used that replicas share."""
-        if torch_modes.count_dispatch_modes():  # they would see what generators do
+        """Return the outputs, and whether replicas used a generator that they share."""
+        if torch_modes.count_dispatch_modes():  # they would see the reads of generators
             return [call() for call in calls], False
         if self.is_cpu:
             return rng.run_in_order(calls)
@@ -244,14 +244,14 @@ class Engine:
         return outputs, draw or others_drew
 
     def _shared_generators(self) -> list[Any]:
-        """Return the states of generators of devices that are there more than once."""
+        """Return the generators' states of devices with more than one replica."""
         shared = {i for i in self.indices if self.indices.count(i) > 1}
         return [self._machine.generator_state(index) for index in sorted(shared)]
 
     # ---- side by side ---------------------------------------------------------------
 
     def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
-        """Return the outputs of replicas on threads, and whether they shared draws."""
+        """Return outputs of replicas on threads, and whether they shared generators."""
         before = rng.marks()
         state, n_cores = State(), torch.get_num_threads()
         for task in tasks[1:]:
@@ -261,15 +261,15 @@ class Engine:
         if draws:
             _log.warning(
                 "a forward of DataParallel drew random numbers of the CPU in replicas "
-                "that ran side by side: from now on they run one after the other, so "
+                "that ran in parallel: from now on they run one after the other, so "
                 "that runs can be repeated"
             )
         return [task.take() for task in tasks], draws
 
-    # ---- around it ------------------------------------------------------------------
+    # ---- before and after -----------------------------------------------------------
 
     def _check_devices(self, parts: list[Module]) -> None:
-        """Raise torch's error where a tensor is not on the first device."""
+        """Raise torch's error if a tensor is not on the first device."""
         machine, first = self._machine, self.indices[0]
         by_device = {tensor.device: tensor for tensor in held_by(parts)}
         for tensor in by_device.values():
@@ -282,7 +282,7 @@ class Engine:
                 )
 
     def release(self) -> None:
-        """Remove what a forward has set, of replicas that nothing else refers to."""
+        """Remove what a forward has set, in replicas that nothing else holds."""
         if self._replicated is not None:
             self._replicated.release()
 
@@ -308,7 +308,7 @@ class Engine:
             return call()
 
     def _refuse_capture(self) -> None:
-        """Raise where a CUDA graph is being captured."""
+        """Raise if a CUDA graph is being captured."""
         if self._machine.is_capturing():
             raise RuntimeError(
                 "a CUDA graph is being captured round a DataParallel: replicas on "

@@ -1,4 +1,4 @@
-"""DataParallel as a function: for one call, and nothing left of it."""
+"""DataParallel as a function, for one call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def data_parallel(
 ) -> Any:
     """Run a module on parts of a batch, once.
 
-    The function to the class :class:`paceline.DataParallel`.
+    The functional form of :class:`paceline.DataParallel`.
 
     Parameters
     ----------
     module : torch.nn.Module
         The module.
     inputs : object
-        A tuple of positional arguments, one argument, or None for none.
+        A tuple of positional arguments, one argument, or None for no arguments.
     device_ids, output_device, dim
         As for :class:`paceline.DataParallel`.
     module_kwargs : dict, optional
@@ -36,7 +36,7 @@ def data_parallel(
     Returns
     -------
     object
-        What the module returns, for the whole batch.
+        The module's output for the whole batch.
 
     Examples
     --------

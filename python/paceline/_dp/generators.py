@@ -1,8 +1,8 @@
 """Generators of random numbers that a model holds, besides those of the process.
 
-A model may keep a generator of its own: as an attribute, in a list or dict, in an
-object that an attribute holds, or as a global or closure that its code reads.  Replicas
-that share one must take turns.
+A model may keep its own generator: as an attribute, in a list or dict, in an object
+that an attribute holds, or as a global or closure variable that its code reads.
+Replicas that share one must take turns.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _CLOSED = (str, bytes, int, float, type, ModuleType, torch.Tensor, Module)
 def generators_of(parts: Iterable[Module]) -> list[Any]:
     """Return the generators that a model's attributes and its code lead to, each once.
 
-    They are torch's, Python's and NumPy's (bit generators too), without those of the
-    process itself.
+    These are torch's, Python's and NumPy's (bit generators too), not the process's own.
     """
     search = _Search()
     kinds: dict[type, None] = {}
@@ -52,7 +51,7 @@ def generators_of(parts: Iterable[Module]) -> list[Any]:
 
 
 def has_generator(*arguments: Any) -> bool:
-    """Tell whether a forward is given a generator, be it in a list or dict."""
+    """Tell whether a forward's arguments hold a generator, even in a list or dict."""
     search = _Search()
     for each in arguments:
         search.visit(each, _LEVELS)
@@ -94,7 +93,7 @@ class _Search:
             self.visit(method, _LEVELS)
 
     def _visit_function(self, function: FunctionType, n_levels: int) -> None:
-        """Add what it reads of globals and closures, and what functions there read."""
+        """Add what it reads from globals and closures; functions there are followed."""
         if function.__code__ in self._codes or not n_levels:
             return
         self._codes.add(function.__code__)
@@ -118,14 +117,14 @@ def _entries(value: Any) -> Iterable[Any]:
         return value.values()
     try:
         held = getattr(value, "__dict__", None)
-    except Exception:  # a class may answer as it likes
+    except Exception:  # a class may raise anything
         return ()
     return held.values() if isinstance(held, dict) else ()
 
 
 @functools.lru_cache(1 << 14)
 def names_of(code: CodeType) -> frozenset[str]:
-    """Return all names that code mentions, with those of its inner functions."""
+    """Return all names in code, with those of its inner functions."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -134,7 +133,7 @@ def names_of(code: CodeType) -> frozenset[str]:
 
 
 def contents_of(cell: CellType) -> Any:
-    """Return what a cell of a closure holds; None where it is empty as yet."""
+    """Return the contents of a closure's cell; None if it is still empty."""
     try:
         return cell.cell_contents
     except ValueError:

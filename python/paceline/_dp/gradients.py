@@ -1,16 +1,16 @@
-"""Gradients of replicas: packed on each device, and added up for the module's.
+"""Gradients of replicas: packed on each device, and added to the module's.
 
 In training each segment has two kinds of nodes in the graph::
 
     parameters --> _Segment --> _Replica of member k --> replica k's tensors
 
-``_Replica`` packs the gradients of one member into a block.  With the last member's
-block the sum begins, on streams of its own, and backward goes on.  ``_Segment`` runs at
-the end of backward: it has member 0's stream wait for the sum, and returns it.  Replica
-0 is the module itself, so autograd adds what comes from the others to its gradients.
+``_Replica`` packs the gradients of one member into a block.  The last member's block
+starts the sum, on separate streams, while backward goes on.  ``_Segment`` runs at the
+end of backward: it makes member 0's stream wait for the sum, and returns it.  Replica 0
+is the module itself, so autograd adds the sum to its gradients.
 
-Only None goes from ``_Replica`` to ``_Segment`` through the graph: for a tensor,
-autograd would have member 0's stream wait at once for what member k's does.
+In the graph, ``_Replica`` passes only None to ``_Segment``: for a tensor, autograd
+would make member 0's stream wait for member k's at once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from paceline._dp.transfers import move
 
 
 class _Row(NamedTuple):
-    """What one member's backward gives of a segment.
+    """One member's gradients of a segment.
 
-    `packed` says of which tensors the block has a gradient.  `aside` are those that no
-    block can hold: sparse ones, or all of them (with a graph, or of vmap's).
+    `packed` tells which tensors have a gradient in the block.  `aside` holds those that
+    do not fit a block: sparse ones, or all if they have a graph or belong to vmap.
     """
 
     block: torch.Tensor | None
@@ -50,9 +50,9 @@ class Arrival:
     rows : dict
         By member.
     n_rows : int
-        How many members will come.
+        How many members will give gradients.
     total : torch.Tensor or None
-        On member 0, what they are added up in.
+        Memory of member 0 for their sum.
     is_begun, is_collected : bool
     """
 
@@ -67,16 +67,16 @@ class Arrival:
         self.sum = segment.take_sum()
 
     def release(self) -> None:
-        """Give back what added up, once all streams wait for it."""
+        """Make `sum` available again, once all streams wait for it."""
         if self.is_collected:
             self.segment.sums.append(self.sum)
 
 
 class Gradients:
-    """What the nodes of one forward share.
+    """The state that the nodes of one forward share.
 
-    A checkpoint runs a backward of its own through them in the middle of another one:
-    so all is kept by backward.
+    A checkpoint runs a nested backward through them in the middle of another one: so
+    the state is kept by backward.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Gradients:
         """Return the tensors of a segment by further replica, in the graph."""
         n_tokens = self._n_replicas - 1
         tokens = _Segment.apply(self, i, n_tokens, *self.segments[i].tensors)  # type: ignore[no-untyped-call]
-        # Those that were registered first come last.
+        # Segments that were registered first run last.
         torch_graph.set_turn(tokens[0].grad_fn, i)
         made = []
         for member, token in enumerate(tokens, 1):
@@ -115,7 +115,7 @@ class Gradients:
     # ---- one member's ---------------------------------------------------------------
 
     def take(self, i: int, member: int, grads: Sequence[Any]) -> None:
-        """Pack a member's gradients, some of them None; add up if all have come."""
+        """Pack a member's gradients, some of them None; the last starts the sum."""
         self.inner.see()
         arrival = self._arrival(i)
         is_plain = not (
@@ -134,21 +134,21 @@ class Gradients:
             self._begin(arrival)
 
     def _arrival(self, i: int) -> Arrival:
-        """Return what there is of a segment in this thread's backward."""
+        """Return a segment's arrival in this thread's backward."""
         task = torch_graph.current_task()
         with self._lock:
             if task not in self._backwards:
                 self._backwards[task] = self._opened()
             arrivals = self._backwards[task]
-            if i not in arrivals:  # autograd had not said that it would come
+            if i not in arrivals:  # autograd did not announce it
                 arrivals[i] = Arrival(self.segments[i], self.streams, 0)
             return arrivals[i]
 
     def _opened(self) -> dict[int, Arrival]:
-        """Return what is to come in a backward that begins.
+        """Return the arrivals to expect in a backward that begins.
 
-        Memory for its sums is allocated now, for all: what streams have used it for
-        comes before the fence, and so no sum waits for the rest of backward.
+        Memory for all its sums is allocated now: the fence orders earlier uses of that
+        memory before the sums, so no sum waits for the rest of backward.
         """
         counts = [sum(map(_will_run, nodes)) for nodes in self._nodes]
         arrivals = {
@@ -184,8 +184,8 @@ class Gradients:
     # ---- all members' ---------------------------------------------------------------
 
     def _begin(self, arrival: Arrival) -> None:
-        """Have the rows added up, behind what packs them and nothing else."""
-        if arrival.total is None:  # more has come than autograd had said
+        """Start the sum of the rows; it waits for their packing alone."""
+        if arrival.total is None:  # more came than autograd announced
             arrival.total = self._new_total(arrival.segment)
             self.group.native.fence(self.streams.numbers)
         arrival.is_begun = True
@@ -215,7 +215,7 @@ class Gradients:
         return sums
 
     def _close(self, i: int) -> None:
-        """Note that a segment is collected; with the last one streams wait for sums."""
+        """Note that a segment is collected; after the last, streams wait for sums."""
         with self._lock:
             task = torch_graph.current_task()
             self._backwards[task].pop(i)
@@ -231,18 +231,18 @@ def _parts(arrival: Arrival) -> list[torch.Tensor | None]:
     assert arrival.total is not None
     views = arrival.segment.views(arrival.total)
     used = map(any, zip(*(row.packed for row in arrival.rows.values()), strict=True))
-    # A count of versions for each: what is done to one does not concern others.
+    # Each has its own version counter: a write to one does not concern the others.
     return [v.data if is_used else None for v, is_used in zip(views, used, strict=True)]
 
 
 def _will_run(node: weakref.ref[Any]) -> bool:
-    """Tell whether the backward that runs will come to a node, if it still exists."""
+    """Tell whether the current backward will reach a node, if it still exists."""
     found = node()
     return found is not None and torch_graph.will_run(found)
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient whose memory says all of it; None for a sparse one."""
+    """Return a gradient that is plain memory; None for a sparse one."""
     if grad is None or grad.layout is not torch.strided:
         return None
     return grad.resolve_conj().resolve_neg()
@@ -256,9 +256,9 @@ def _added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
 
 
 class _Segment(torch.autograd.Function):
-    """Trained parameters of the model.
+    """The trained parameters of a segment.
 
-    What it returns is on member 0: so backward takes its stream for the node's.
+    Its outputs are on member 0, so backward runs this node on member 0's stream.
     """
 
     @staticmethod
@@ -267,7 +267,7 @@ class _Segment(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.of, ctx.i = of, i
-        # One for each replica: compiled autograd would add up what comes to one.
+        # One for each replica: compiled autograd would add up those of a shared one.
         device = of.group.devices[0]
         return tuple(torch.empty(0, device=device) for _ in range(n_tokens))
 
@@ -278,7 +278,7 @@ class _Segment(torch.autograd.Function):
 
 
 class _Replica(torch.autograd.Function):
-    """What a replica has in place of a segment's parameters."""
+    """A replica's copies of a segment's parameters."""
 
     @staticmethod
     def forward(

@@ -19,16 +19,16 @@ from paceline._dp.devices import CPU
 
 N_SLOTS = 3  # PLI_RING_SLOTS
 _ALIGNMENT = 64
-_N_TRIED = 1 << 13  # numbers of 64 bits
+_N_TRIED = 1 << 13  # 64-bit numbers
 
 _log = logging.getLogger("paceline")
 
 
 class Cpu:
-    """The CPU in the place of GPUs: all has happened when a call returns."""
+    """The CPU in place of GPUs: all work is done when a call returns."""
 
     def index_of_tensor(self, tensor: torch.Tensor, expected: int) -> int | None:
-        """Return `expected` for what is on the CPU."""
+        """Return `expected` for a tensor on the CPU."""
         return expected if tensor.is_cpu else None
 
     def device(self, index: int) -> torch.device:
@@ -36,11 +36,11 @@ class Cpu:
         return CPU
 
     def on(self, index: int, stream: Any) -> AbstractContextManager[Any]:
-        """Return what changes nothing."""
+        """Return a context that changes nothing."""
         return nullcontext()
 
     def is_capturing(self) -> bool:
-        """Tell that no graph is captured."""
+        """Return False: the CPU captures no graphs."""
         return False
 
 
@@ -48,7 +48,7 @@ HOST = Cpu()
 
 
 class Streams(NamedTuple):
-    """Streams of a group, one a member: as numbers, and as torch has them."""
+    """The streams of a group's members, as numbers and as torch's objects."""
 
     group: Group
     numbers: tuple[int, ...]
@@ -56,10 +56,10 @@ class Streams(NamedTuple):
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Have these streams be the current ones: what is allocated is theirs.
+        """Make these streams current, so that memory is allocated for them.
 
-        A thread of autograd's has the stream of one device from the forward, and the
-        default ones of all others.
+        A thread of autograd has the forward's stream on one device, and the default
+        streams on all others.
         """
         group, machine = self.group, self.group.machine
         if group.is_cpu or group.native.streams() == self.numbers:
@@ -74,26 +74,26 @@ class Streams(NamedTuple):
 
 
 class Group:
-    """Devices of this process, or the CPU several times; member 0's has the model.
+    """Devices of this process, or the CPU several times; the model is on member 0.
 
     Attributes
     ----------
     indices : list of int
-        The number of each, as torch counts; one may be there more than once.
+        torch's number of each; a device may be there more than once.
     devices : list of torch.device
     machine : _gpu.Machine, or Cpu
-        What knows of the devices.
+        Access to the devices.
     native : paceline._native.DeviceGroup or None
         None on the CPU.
     rooms : list of torch.Tensor or None
         By member, memory in which it adds up gradients.
     can_compare : bool
-        Members may find out by themselves what has changed on member 0.
+        Whether members can find out by themselves what changed on member 0.
 
     Raises
     ------
     RuntimeError
-        If two GPUs do not get each other's bytes.
+        If bytes copied between two GPUs arrive as other bytes.
     """
 
     def __init__(self, indices: Sequence[int], machine: Any) -> None:
@@ -113,35 +113,35 @@ class Group:
         self.can_compare = not self.is_cpu and self._try()
 
     def _try(self) -> bool:
-        """Have each two GPUs exchange bytes, once a process; return `can_compare`.
+        """Make each two GPUs exchange bytes, once per process; return `can_compare`.
 
-        There are machines whose GPUs are said to reach each other, and get wrong bytes.
+        On some machines GPUs report access to each other, and read wrong bytes.
         """
         for j, k in itertools.combinations(range(len(self)), 2):
             key = self.indices[j], self.indices[k]
             if key[0] != key[1] and key not in _gpu.tried:
-                # In a thread on the default streams, without modes of torch's.
+                # In a thread on the default streams, without torch's modes.
                 with ThreadPoolExecutor(1) as thread:
                     _gpu.tried[key] = thread.submit(self._try_pair, j, k).result()
         first = self.indices[0]
         return all(_gpu.tried.get((first, index), True) for index in self.indices)
 
     def _try_pair(self, j: int, k: int) -> bool:
-        """Raise if bytes do not arrive as they were sent, from member to member.
+        """Raise if a copy from member to member changes bytes.
 
-        Tell whether a kernel of one reads of the other what is there; log where not.
+        Tell whether a kernel of one member reads the other's memory right; else log it.
         """
         numbers = self.native.streams()
-        sent = torch.arange(1, _N_TRIED + 1) * 0x0123456789ABCDF  # each byte is another
+        sent = torch.arange(1, _N_TRIED + 1) * 0x0123456789ABCDF  # of varied bytes
         one, other = self.devices[j], self.devices[k]
         for source, target in ((j, k), (k, j)):
             block = sent.to(self.devices[source])
-            place = block.to(self.devices[target])  # as torch gives its memory access
+            place = block.to(self.devices[target])  # torch enables peer access
             place.fill_(-1)
             self.native.copy(numbers, source, [block], target, [place])
             if not torch.equal(place.cpu(), sent):
                 raise RuntimeError(
-                    f"what {self.devices[source]} sends to {self.devices[target]} "
+                    f"data that {self.devices[source]} sends to {self.devices[target]} "
                     "arrives as other bytes: an IOMMU, or PCIe access control (ACS), "
                     "redirects copies between GPUs, torch's too. Turn it off (in the "
                     "BIOS, or by the kernel's iommu=off), or give device_ids=[0]"
@@ -150,7 +150,7 @@ class Group:
             return True  # no kernel reads
         if not self.native.readers()[k]:
             _log.warning(
-                "the driver refuses peer access between %s and %s: copies go by way of "
+                "the driver refuses peer access between %s and %s: copies go through "
                 "the host's memory",
                 one,
                 other,
@@ -173,7 +173,7 @@ class Group:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether all members are the CPU: what is done has happened at once."""
+        """Whether all members are the CPU, where calls return when all work is done."""
         return self.machine is HOST
 
     def streams(self) -> Streams:
@@ -184,7 +184,7 @@ class Group:
         return Streams(self, self.native.streams(), handles)
 
     def ring(self, slot_bytes: int) -> torch.Tensor:
-        """Return memory of member 0 that parameters pass through."""
+        """Return memory of member 0 for parameters in transit."""
         return self._memory("ring", 0, N_SLOTS * slot_bytes)
 
     def sums(self, n_segments: int) -> list[torch.Tensor | None]:
@@ -205,15 +205,15 @@ class Group:
     # ---- sums of gradients ----------------------------------------------------------
 
     def make_rooms(self, n_bytes: int) -> None:
-        """Have memory in which all members but 0 add up gradients.
+        """Allocate memory in which all members but 0 add up gradients.
 
-        It is theirs alone from the next transfer of parameters on.
+        Only sums use it from the next transfer of parameters on.
         """
-        n_bytes += _ALIGNMENT * len(self)  # shards of as many rows begin at multiples
+        n_bytes += _ALIGNMENT * len(self)  # the rows of a shard begin at multiples
         room = self.rooms[-1]
         if room is not None and len(room) >= n_bytes:
             return
-        if room is not None:  # sums may be in it, on streams that torch does not know
+        if room is not None:  # sums may use it, on streams unknown to torch
             self.machine.synchronize()
         for k, device in enumerate(self.devices[1:], 1):
             self.rooms[k] = torch.empty(n_bytes, dtype=torch.uint8, device=device)
@@ -224,7 +224,7 @@ class Group:
             self._in_flight.append((streams, release))
 
     def settle(self) -> None:
-        """Have streams wait for sums of gradients, whose memory may be freed then."""
+        """Make streams wait for sums of gradients; then their memory may be freed."""
         with self._lock:
             held, self._in_flight = self._in_flight, []
         for numbers in {streams.numbers for streams, _ in held}:
@@ -233,7 +233,7 @@ class Group:
             release()
 
     def __del__(self) -> None:
-        # Of a backward that has failed, and nothing came after it.
+        # Left by a failed backward that was the last.
         if self._in_flight and not sys.is_finalizing():
             self.settle()
 

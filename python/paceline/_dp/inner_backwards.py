@@ -13,15 +13,15 @@ from paceline._dp.replicate import tensors_of
 
 
 class InnerBackwards:
-    """Those of one forward whose replicas run in order.
+    """Tracks the backwards inside one forward whose replicas run in order.
 
-    They give gradients to the module's own parameters.  A forward that sets ``p.grad``
-    to None afterwards does so to its copies, and leaves them.
+    They give gradients to the module's own parameters.  A forward that then sets
+    ``p.grad = None`` does so on its copies; the module keeps those gradients.
 
     Attributes
     ----------
     were_seen : bool
-        There was one in a replica that has copies.
+        Whether a replica that has copies ran one.
     """
 
     def __init__(self, parts: list[Module]) -> None:
@@ -37,7 +37,7 @@ class InnerBackwards:
         self._tasks = set()
 
     def see(self, *_: Any) -> None:
-        """Note a backward, before it gives the parameters gradients."""
+        """Note a backward, before it gives gradients to the parameters."""
         if self._is_running:
             if not self._tasks:
                 originals = self._originals()
@@ -49,7 +49,7 @@ class InnerBackwards:
         return [tensor for tensor in found if tensor.requires_grad and tensor.is_leaf]
 
     def __exit__(self, *_: object) -> None:
-        """Leave no gradients where replica 0 left none; warn if that is a guess."""
+        """Remove gradients if replica 0 left none; warn if that is a guess."""
         self._is_running = False
         self.were_seen |= bool(self._tasks)
         if not self._tasks or (self._has_grads and len(self._tasks) == 1):
@@ -58,10 +58,10 @@ class InnerBackwards:
             for tensor in self._originals():
                 tensor.grad = None
         warnings.warn(
-            "the forward of DataParallel runs backward passes: in a replica p.grad = "
-            "None has no effect, as parameters are copies and gradients go to those of "
-            "the module itself. If replica 0 leaves no gradient, none is left by the "
-            "others; if it leaves some, all of the others' are added. Use "
-            "torch.autograd.grad in forward",
+            "the forward of DataParallel runs backward passes: in a replica, "
+            "p.grad = None has no effect, because parameters are copies and gradients "
+            "go to the module itself. If replica 0 leaves no gradients, those of the "
+            "others are dropped; if it leaves some, all are added. Use "
+            "torch.autograd.grad in forward instead",
             stacklevel=2,
         )

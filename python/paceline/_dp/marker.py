@@ -1,4 +1,4 @@
-"""paceline.replicate: arguments that are not to be split over the replicas."""
+"""paceline.replicate: marks arguments that must not be split over replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline._compat.packed_sequence import Replicated
 
 
 def replicate(value: Any) -> Any:
-    """Mark an argument of a :class:`paceline.DataParallel` as not to be split.
+    """Mark an argument of a :class:`paceline.DataParallel` so that it is not split.
 
     Each replica gets the whole value: an attention mask shared by all rows, a table of
     positions, a codebook.  The module sees the value itself, without the mark.
@@ -18,8 +18,8 @@ def replicate(value: Any) -> Any:
     Parameters
     ----------
     value : object
-        A tensor, an array, or anything that holds some; may stand inside a list, a
-        tuple, a dict.
+        A tensor, an array, or an object that holds some.  The marked value may be
+        inside a list, tuple or dict.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def replicate(value: Any) -> Any:
 
 
 def has_mark(value: Any) -> bool:
-    """Tell whether a value is marked, or holds something that is."""
+    """Tell whether a value is marked, or contains a marked one."""
     return any(type(leaf) is Replicated for leaf in torch_core.leaves_of(value))
 
 

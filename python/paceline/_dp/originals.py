@@ -1,8 +1,8 @@
-"""The module beside its replicas, where they run in order on the caller's thread.
+"""Guards the module while its replicas run in order on the caller's thread.
 
-A replica that reaches the module by something other than attributes would write to it
-once more for its own rows: that is an error.  A registry of layers in a class is no
-attribute of a replica: it leads to the replica's own parts while that runs.
+A replica that reaches the module by anything but its attributes would write to it once
+more, for its own rows: that is an error.  A registry of layers in a class is not an
+attribute; it holds the replica's parts while that replica runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Lists = list[tuple[type, str, list[Any]]]
 
 
 class Originals:
-    """What later replicas must leave alone: the module's tensors and attributes."""
+    """The module's tensors and attributes, which later replicas must leave alone."""
 
     def __init__(self, parts: list[Module]) -> None:
         self._parts = parts
@@ -29,13 +29,13 @@ class Originals:
         self._attributes: list[dict[str, Any]] = []
 
     def look(self) -> None:
-        """Note how they are now."""
+        """Note their present state."""
         self._tensors = tensors_of(self._parts)
         self._versions = _versions(self._tensors.values())
         self._attributes = [part.__dict__.copy() for part in self._parts]
 
     def check(self, k: int) -> None:
-        """Raise if they are not as they were before replica `k` ran."""
+        """Raise if replica `k` changed them."""
         tensors = tensors_of(self._parts)
         versions = _versions(tensors.values())
         if tensors.keys() != self._tensors.keys() or versions != self._versions:
@@ -53,7 +53,7 @@ class Originals:
             f"replica {k} of DataParallel wrote to {name} in the module itself, not in "
             "its own copy: it reaches the module by something other than attributes, "
             "lists and dicts (a lambda over self, a registry, an optimizer), or "
-            "another thread wrote there; reach it through self in forward, or call the "
+            "another thread wrote to it. Use self in forward instead, or call the "
             "module without DataParallel"
         )
 
@@ -62,7 +62,7 @@ def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Tell whether a part holds the same objects, or equal ones."""
     try:
         return now == before
-    except Exception:  # tensors and arrays do not compare to one truth
+    except Exception:  # tensors and arrays do not compare to one bool
         return False
 
 
@@ -78,7 +78,7 @@ def _name_of(module: Module, keys: set[int]) -> str:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return what counts writes to each tensor; those of inference mode count none."""
+    """Return the version of each tensor; inference tensors have none, so return 0."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
@@ -89,9 +89,9 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def lists_of_classes(parts: list[Module]) -> Lists:
-    """Return lists of the parts' classes that hold parts, as a registry of layers does.
+    """Return lists in the parts' classes that hold parts, as a registry of layers does.
 
-    snntorch resets the hidden states of all layers by one.
+    snntorch uses one to reset the hidden states of all layers.
     """
     kinds = {kind for of in set(map(type, parts)) for kind in of.__mro__}
     own_kinds = (kind for kind in kinds if not kind.__module__.startswith("torch."))
@@ -117,7 +117,7 @@ def of_replica(lists: Lists, parts: list[Module], replica: Module) -> Lists:
 
 
 def put(lists: Lists) -> Lists:
-    """Have classes hold these lists; return what they held."""
+    """Put these lists into their classes; return the lists that were there."""
     before = [(kind, name, getattr(kind, name)) for kind, name, _ in lists]
     for kind, name, value in lists:
         setattr(kind, name, value)

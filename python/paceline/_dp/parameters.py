@@ -1,8 +1,8 @@
-"""What each device has of a model, kept from forward to forward.
+"""Copies of a model on each device, kept from forward to forward.
 
-A forward sends what was written to since the last one.  Of what is written through
-``.data``, by an average of weights or an adapter that is merged, the host cannot see
-that it has changed: so the devices compare what looks the same, and fetch what is not.
+A forward sends the tensors written to since the last one.  The host cannot see a write
+through ``.data``, by an average of weights or a merged adapter.  So the devices compare
+segments that look unchanged, and fetch those that differ.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class ModelCopies:
     Attributes
     ----------
     inner_backwards : InnerBackwards
-        Of the forward for which replicas were made last.
+        Of the forward for which replicas were last made.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._layout: Layout | None = None
         self._held = HeldBlocks()
-        # By replica: tensors of the model, and what it has of them; leaves are its own.
+        # A replica, tensors of the model, and its copies of them, some of them leaves.
         self._leaves: list[
             tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
         ] = []
@@ -81,14 +81,14 @@ class ModelCopies:
     def _brought_up_to_date(
         self, parts: list[Module], n_replicas: int, streams: Streams, *, by_torch: bool
     ) -> tuple[list[torch.Tensor], list[int], list[list[torch.Tensor]]]:
-        """Return the model's tensors and ids, and what each further replica has."""
+        """Return the model's tensors and ids, and each further replica's copies."""
         tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
         of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         moved = tensors
         if by_torch:
             pass
         elif self._group.is_cpu:
-            # Nothing is gained there by blocks of memory that are kept.
+            # On the CPU, keeping blocks of memory gains nothing.
             together = list(filter(_is_alone_in_graph, tensors))
             moved = [t for t in tensors if not _is_alone_in_graph(t)]
             tensors = together + moved
@@ -98,7 +98,7 @@ class ModelCopies:
         else:
             layout = self._layout_of(parts)
             tensors, ids, moved = layout.tensors, layout.ids, layout.others
-            self._group.settle()  # of a backward that has failed
+            self._group.settle()  # left by a failed backward
             if torch.is_grad_enabled() and n_replicas > 2:
                 self._group.make_rooms(layout.room_bytes)
             self._send(layout, n_replicas, streams)
@@ -121,11 +121,12 @@ class ModelCopies:
         return self._layout
 
     def finish(self, streams: Streams, outputs: Sequence[Any]) -> None:
-        """Have the model get what a forward has done to replicas, once it has run.
+        """Give the model the gradients of replicas' leaves, after a forward has run.
 
-        Parameters and buffers without a graph are leaves of a replica's own: a backward
-        within the forward gave it the gradients.  If the forward made one require them,
-        or recorded a graph although the caller does not, the backward to come does.
+        Parameters and buffers without a graph are separate leaves in a replica.  A
+        backward within the forward has given them gradients.  If the forward made one
+        require gradients, or recorded a graph although the caller does not, the next
+        backward will.
         """
         leaves, self._leaves = self._leaves, []
         will_come = torch.is_grad_enabled() or any(map(_has_graph, outputs))
@@ -143,15 +144,15 @@ class ModelCopies:
             copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Remove what a forward has set, of replicas that nothing else refers to."""
+        """Remove what a forward has set, in replicas that nothing else holds."""
         self._shells.finish()
 
-    # ---- there ----------------------------------------------------------------------
+    # ---- to the devices -------------------------------------------------------------
 
     def _brought(self, streams: Streams, k: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what stands for an attribute, as of a table that forward has kept.
+        """Return the tensor of an attribute (a table kept by forward) for replica k.
 
-        What it kept on another replica's GPU cannot be used on this one.
+        A tensor kept on another replica's GPU cannot be used on this one.
         """
         source = self._group.member_of(tensor, k)
         if source is None:
@@ -187,7 +188,7 @@ class ModelCopies:
                 for k in members:
                     segment.record(k, stamp)
         except BaseException:
-            self._layout = None  # nobody knows what came
+            self._layout = None  # what arrived is unknown
             raise
 
     # ---- in the replicas ------------------------------------------------------------
@@ -195,7 +196,7 @@ class ModelCopies:
     def _views(
         self, layout: Layout, n_replicas: int, streams: Streams
     ) -> list[list[torch.Tensor]]:
-        """Return what each further replica has of all segments, in their order."""
+        """Return each further replica's copies of all segments, in order."""
         trained = [segment for segment in layout.segments if segment.is_trained]
         is_recorded = torch.is_grad_enabled()
         gradients = Gradients(streams, trained, n_replicas, self.inner_backwards)
@@ -215,9 +216,9 @@ class ModelCopies:
 
 
 def _leaves_of(segment: Segment, k: int) -> list[torch.Tensor]:
-    """Return what a replica has of a segment without a graph.
+    """Return a replica's copies of a segment without a graph.
 
-    These are never the slots themselves: who holds on to one of them is not counted.
+    They are never the slots themselves: a reference to a slot is not counted.
     """
     with torch.inference_mode(False):
         detached = [slot.detach() for slot in segment.slots[k]]
@@ -227,7 +228,7 @@ def _leaves_of(segment: Segment, k: int) -> list[torch.Tensor]:
 def _accumulate(
     streams: Streams, member: int, original: torch.Tensor, copy: torch.Tensor
 ) -> None:
-    """Add the gradient that a replica's own tensor was given to the model's."""
+    """Add the gradient of a replica's own tensor to the model's tensor."""
     with torch.enable_grad(), streams.on():  # it may have a graph, by create_graph
         grad: Any = copy.grad
         copy.grad = None
@@ -245,9 +246,9 @@ def _accumulate(
 def _accumulate_later(
     accumulate: Callable[[torch.Tensor], None], copy: torch.Tensor
 ) -> None:
-    """Do so at the end of the backward: until then device 0's thread may do so too.
+    """Accumulate at the end of the backward: device 0's thread may do so until then.
 
-    The hook gets the copy as its argument: what it held would never be freed.
+    The hook receives the copy as its argument: if it held it, neither would be freed.
     """
 
     def later() -> None:
@@ -265,23 +266,23 @@ def _has_graph(output: Any) -> bool:
 
 
 def _memory_of(layout: Layout, group: Group) -> str:
-    """Return what a model takes on each device, beside its activations."""
+    """Describe the memory of a model on each device, without activations."""
     devices = [str(device) for device in group.devices]
     model = sum(segment.n_bytes for segment in layout.segments) / 2**20
     passing = layout.segment_bytes / 2**20
     room = layout.room_bytes / 2**20 if len(group) > 2 else 0.0
     return (
         f"DataParallel on {', '.join(devices)}: {model:.1f} MiB of parameters and "
-        f"buffers on each, in {len(layout.segments)} segments; for what passes "
-        f"through up to {N_SLOTS * passing:.1f} MiB on {devices[0]}, and {room:.1f} "
-        "MiB on each other to add up gradients, which are on each once more until "
-        "backward ends; outputs come together on one device: a loss that forward "
-        "computes keeps them small"
+        f"buffers on each, in {len(layout.segments)} segments; up to "
+        f"{N_SLOTS * passing:.1f} MiB on {devices[0]} for parameters in transit, and "
+        f"{room:.1f} MiB on each other to add up gradients, which each holds once "
+        "more until backward ends; outputs are joined on one device: compute the "
+        "loss in forward to keep them small"
     )
 
 
 def _is_alone_in_graph(tensor: torch.Tensor) -> bool:
-    """Tell whether nothing but its gradient hangs on a tensor that is trained."""
+    """Tell whether a tensor is trained, without hooks and without a graph."""
     trained = tensor.requires_grad and torch.is_grad_enabled()
     return trained and not has_more_behind(tensor)
 
@@ -289,12 +290,12 @@ def _is_alone_in_graph(tensor: torch.Tensor) -> bool:
 def _moved(
     streams: Streams, tensors: Sequence[torch.Tensor], member: int
 ) -> list[torch.Tensor]:
-    """Return tensors that travel by themselves, on a member's device."""
+    """Return copies of tensors outside segments, on a member's device."""
     way, is_recorded = (0, member), torch.is_grad_enabled()
     if torch_graph.is_transformed():
         return move(streams, way, tensors)
     with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-        # A node each: it must not run where no replica has used the tensor.
+        # A node each: it must not run if no replica has used the tensor.
         in_graph = {
             i: move(streams, way, [tensor])[0]
             for i, tensor in enumerate(tensors)
@@ -313,7 +314,7 @@ def _moved(
 class _Copies(torch.autograd.Function):
     """Copies of parameters; gradients go to the parameters.
 
-    One node runs all that is behind it.
+    One node serves all, so it runs everything behind each of them.
     """
 
     @staticmethod

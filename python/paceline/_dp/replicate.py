@@ -1,9 +1,9 @@
 """Replicas of a module: shells with copies of its parameters and buffers.
 
-A replica is what torch's ``replicate`` makes, but its parameters are parameters:
-``next(self.parameters())`` works in its forward.  Attributes that are parts or
-parameters of the module, bound methods of such parts, and lists, dicts, partials and
-weak references of them lead to the replica's own.
+A replica is like one of torch's ``replicate``, but its parameters are real ones:
+``next(self.parameters())`` works in its forward.  An attribute that refers to a part or
+parameter of the module (also by a bound method, or in a list, dict, partial or weak
+reference) refers to the replica's own there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline._compat import torch_core
 _PLAIN_COPY = torch_core.PLAIN_COPY
 OWN_KEYS = frozenset(Module().__dict__)
 HOOKS = tuple(name for name in sorted(OWN_KEYS) if "ward_" in name and "hooks" in name)
-"""Hooks of forward and backward: what one replica registers or removes is its own."""
+"""Hooks of forward and backward: each replica registers and removes its own."""
 
 
 def parts_of(module: Module) -> list[Module]:
@@ -63,13 +63,13 @@ def held_by(parts: list[Module]) -> list[torch.Tensor]:
 
 
 def alone_because(module: torch.nn.Module) -> str | None:
-    """Return why only a plain call computes what the module does, or None."""
+    """Return why replicas cannot compute what the module does, or None."""
     parts = parts_of(module)
     for part in parts:
         if isinstance(part, (Embedding, EmbeddingBag)) and part.max_norm is not None:
             return (
-                f"a {type(part).__name__} has max_norm, by which each call writes the "
-                "rows of the whole batch to the weight"
+                f"a {type(part).__name__} has max_norm: each call writes to those rows "
+                "of its weight that the batch uses"
             )
     if any(tensor.is_inference() for tensor in held_by(parts)):
         return "a parameter or buffer was made in torch.inference_mode()"
@@ -83,18 +83,17 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def has_more_behind(tensor: torch.Tensor) -> bool:
-    """Tell whether more than its gradient hangs on a tensor: hooks, or a graph.
+    """Tell whether a tensor has hooks or a graph behind it.
 
-    That must not run where no replica has used the tensor.
+    They must not run if no replica has used the tensor.
     """
     return not tensor.is_leaf or has_hooks(tensor)
 
 
 def unused_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a tensor that no replica has used.
+    """Return the gradient for a tensor that no replica has used.
 
-    Hooks that were set since the forward are called with it: with zeros, as by torch's
-    class, rather than with None.
+    Hooks registered since the forward receive it: zeros, as in torch's class, not None.
     """
     return torch.zeros_like(tensor) if has_hooks(tensor) else None
 
@@ -104,13 +103,13 @@ Copies = dict[int, torch.Tensor]
 
 
 Bring = Callable[[torch.Tensor], torch.Tensor]
-"""Returns a tensor where a replica can use it: itself, or a copy."""
+"""Returns a tensor on a replica's device: itself, or a copy."""
 
 
 def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Return a copy as what the original is: a parameter of that class, or a buffer.
+    """Make a copy of its original's kind: a parameter of that class, or a buffer.
 
-    A copy without a graph becomes a leaf, where it is a parameter.
+    The copy of a parameter becomes a leaf if it has no graph.
     """
     kind = type(original)
     if kind is Parameter or isinstance(original, Parameter):
@@ -124,7 +123,7 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def replica_of(parts: list[Module], tensors: Copies, bring: Bring) -> Module:
-    """Return a further replica; `bring` is its way to tensors that are attributes."""
+    """Return a further replica; `bring` moves tensors of attributes to its device."""
     shells = {id(part): shell_of(part) for part in parts}
     copies: dict[int, Any] = {**shells, **tensors}
     for part in parts:
@@ -137,21 +136,21 @@ def replica_of(parts: list[Module], tensors: Copies, bring: Bring) -> Module:
 
 
 def shell_of(part: Module) -> Module:
-    kind = part.__class__  # that of the module itself, where this is a weak proxy
+    kind = part.__class__  # the module's, even if `part` is a weak proxy
     method: Callable[[Module], Module] = kind._replicate_for_data_parallel
     if method is _PLAIN_COPY or isinstance(part, torch.fx.GraphModule):
         copy = object.__new__(kind)
         held = copy.__dict__
-        held.update(part.__dict__)  # to set __dict__ would ask torch first
+        held.update(part.__dict__)  # assigning __dict__ would run Module.__setattr__
         held["_is_replica"] = True
         return copy
     check_lazy((part,))
-    copy = method(part)  # of an RNN, of a script, of the user's own
+    copy = method(part)  # overridden by an RNN, a script or the user
     return copy
 
 
 def check_lazy(parts: Iterable[Module]) -> None:
-    """Raise torch's error where a parameter has no shape yet."""
+    """Raise torch's error if a parameter has no shape yet."""
     for part in parts:
         for name, parameter in part._parameters.items():
             if parameter is not None and torch_core.is_lazy(parameter):
@@ -164,12 +163,12 @@ def check_lazy(parts: Iterable[Module]) -> None:
 
 
 Structure = list[tuple[int, bool, int]]
-"""Which parameters and modules a part has, whether each is, or may be, trained, and how
-many hooks its gradient has."""
+"""For each parameter and module of a part: its id, whether it is or may be trained, and
+its number of gradient hooks."""
 
 
 def structure_of(parts: Iterable[Module]) -> list[Structure]:
-    """Return what tells whether a part has been given others."""
+    """Return the structure of each part, to detect changes."""
     return [
         [
             *[
@@ -185,16 +184,16 @@ def structure_of(parts: Iterable[Module]) -> list[Structure]:
 
 
 def check_structure(parts: Sequence[Module], before: list[Structure]) -> None:
-    """Raise where replica 0's forward has given a part others to train, or hooks.
+    """Raise if replica 0's forward changed what a part trains, or added hooks.
 
-    Each other replica has done so for itself: nobody trains what it has made, and a
-    hook of replica 0's would be called with the gradient of all.
+    Each other replica did the same for itself: nothing trains what it made, and a hook
+    of replica 0 would receive the gradient of all replicas.
     """
     for part, old, new in zip(parts, before, structure_of(parts), strict=True):
         if old == new:
             continue
         pairs = list(zip(old, new, strict=False))
-        # A frozen one may give way to another.
+        # A frozen parameter may be replaced.
         if len(old) != len(new) or any(
             was[0] != now[0] and (was[1] or now[1]) for was, now in pairs
         ):
@@ -206,9 +205,9 @@ def check_structure(parts: Sequence[Module], before: list[Structure]) -> None:
         for name, (was, now) in zip(part._parameters, pairs, strict=False):
             if now[2] > was[2]:
                 raise RuntimeError(
-                    f"a forward of DataParallel has put a hook on the parameter "
-                    f"'{name}' of {type(part).__name__} in each replica: put it there "
-                    "before the forward, where it sees the gradient of the whole batch"
+                    f"a forward of DataParallel has registered a hook on the parameter "
+                    f"'{name}' of {type(part).__name__} in each replica: register it "
+                    "before the forward, to get the gradient of the whole batch"
                 )
 
 
@@ -230,7 +229,7 @@ def fill(
         held[name] = OrderedDict()
         if hooks:
             held[name].update(hooks_of(hooks, copies))
-    held.pop("_compiled_call_impl", None)  # of part.compile(): leads to the original
+    held.pop("_compiled_call_impl", None)  # of part.compile(): calls the original
     for name in held.keys() - OWN_KEYS:
         value = held[name]
         if type(value) not in CONSTANTS:
@@ -238,17 +237,17 @@ def fill(
     for name in copyreg._slotnames(part.__class__):  # type: ignore[attr-defined]
         if hasattr(part, name):
             object.__setattr__(copy, name, _renewed(getattr(part, name), copies))
-    if "dynamo_ctx" in held:  # torch.compile(part): its forward leads to the original
+    if "dynamo_ctx" in held:  # torch.compile(part): its forward calls the original
         copy._initialize()  # type: ignore[operator]
 
 
 def hooks_of(hooks: dict[Any, Any], copies: dict[int, Any]) -> dict[Any, Any]:
-    """Return a part's hooks as its replica has them."""
+    """Return a part's hooks for its replica."""
     return {key: _renewed(hook, copies) for key, hook in hooks.items()}
 
 
 def renewed(value: Any, copies: dict[int, Any], bring: Bring) -> Any:
-    """Return what an attribute of a part is in its replica."""
+    """Return the value of a part's attribute in its replica."""
     own = _renewed(value, copies)
     return bring(value) if own is value and isinstance(value, torch.Tensor) else own
 
@@ -287,11 +286,11 @@ CONSTANTS = frozenset((int, bool, float, str, type(None)))
 
 
 def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any:
-    """Return what stands for an attribute in the replica; most stand for themselves.
+    """Return the replica's value of an attribute; most values are the same.
 
-    The first entry of a list or dict says whether there is something in it to be
-    renewed: a list of a million strings is not gone through.  What holds nothing of the
-    module's stays the one that all replicas have.
+    The first entry of a list or dict decides whether its entries are renewed, so a list
+    of a million strings is not searched.  All replicas share values that hold nothing
+    of the module.
     """
     if isinstance(value, (Module, torch.Tensor)):
         return copies.get(id(value), value)
@@ -321,7 +320,7 @@ def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any
 
 
 def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Tell whether two containers hold the same objects; replicas share it then."""
+    """Tell whether two containers hold the same objects; replicas then share one."""
     return all(map(operator.is_, values, others))
 
 
@@ -330,5 +329,5 @@ def leads(value: Any, n_levels: int = _LEVELS) -> bool:
     first = next(iter(value.values() if isinstance(value, dict) else value), None)
     if not isinstance(first, (list, tuple, dict)):
         return isinstance(first, (Module, torch.Tensor))
-    n_levels -= isinstance(first, dict)  # its values are a level of their own
+    n_levels -= isinstance(first, dict)  # its values are one level more
     return n_levels > 1 and leads(first, n_levels - 1)

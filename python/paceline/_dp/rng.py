@@ -1,10 +1,9 @@
-"""Random numbers of replicas that share one process, and so its generators.
+"""Random numbers of replicas, which share the generators of one process.
 
-Replicas that draw side by side would draw other numbers in each run, so they run in
-order.  Of torch's generator, replica 0 goes on with the caller's stream, as the plain
-module would, and replica ``k`` has a stream of its own, from a seed that follows from
-the state before the forward; of all others, each replica goes on where the one before
-has ended.
+Replicas that draw in parallel would draw other numbers in each run, so they run in
+order.  From torch's generator, replica 0 draws the caller's stream, as the plain module
+would; replica ``k`` has its own stream, with a seed derived from the state before the
+forward.  In all other generators, each replica goes on where the previous one ended.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import torch
 from paceline._compat import torch_modes
 
 _MOST_SEED = 2**63 - 1
-_MT19937_BYTES = 624 * 4 + 4  # its key, and where in that it is
+_MT19937_BYTES = 624 * 4 + 4  # its key, and the position in it
 
 
 def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
-    """Return what each replica's call returns, and whether any drew from the stream.
+    """Return the output of each replica's call, and whether any drew from the stream.
 
-    The caller's stream is replica 0's.  A checkpoint that repeats the forward, from the
-    same state, repeats the numbers.
+    The caller's stream is replica 0's.  A checkpoint that repeats the forward from the
+    same state draws the same numbers.
     """
     generator, before = torch.default_generator, stream()
     seed = int.from_bytes(hashlib.blake2b(before, digest_size=8).digest(), "little")
@@ -52,9 +51,9 @@ def stream() -> bytes:
 
 
 def marks() -> list[Any]:
-    """Return what changes where any generator is used that a process has by itself.
+    """Return values that change if any of the process's own generators is used.
 
-    NumPy's is read in its memory, if it is of the usual kind: 1 us for 80.
+    NumPy's usual generator is read from its memory, in 1 us instead of 80.
     """
     found: list[Any] = [stream(), random.getstate()]
     numpy = sys.modules.get("numpy")
@@ -70,9 +69,9 @@ def marks() -> list[Any]:
 
 
 def get_state() -> torch.Tensor:
-    """Return the state of torch's generator, as a plain tensor under a transform too.
+    """Return the state of torch's generator, as a plain tensor even in a transform.
 
-    torch makes it one of the transform's before 2.9.
+    Before 2.9, torch returns a tensor of the transform.
     """
     with torch_modes.without_transforms():
         return torch.default_generator.get_state()

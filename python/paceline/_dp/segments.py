@@ -1,14 +1,14 @@
 """Which tensors of a model travel together, and where they lie on each device.
 
-A segment is one block of memory a device: tensors of one dtype and kind, each with the
-strides that it has in the model, at multiples of 64 bytes.
+A segment is one block of memory on each device: tensors of one dtype and kind, with the
+strides that they have in the model, at multiples of 64 bytes.
 
-What replicas are given are parts of the blocks.  A block of which anything else still
-holds a part (what a graph has saved, what a user keeps) is never written again: it is
-theirs, and the segment has a fresh one.
+Replicas get parts of the blocks.  If anything else still holds a part of a block (a
+graph that saved it, a user), the block is never written again: the holder keeps it, and
+the segment gets a new one.
 
-Each part has a storage of its own, which torch does not resize: a forward that would
-have a tensor grow over the one behind it gets torch's error.
+Each part has its own storage, which torch does not resize: a forward that would grow a
+tensor over the next one gets torch's error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from paceline import _native
 
 SEGMENT_BYTES = 1 << 20
-"""The least, and what the first has, whose gradients come last in a backward: nothing
-is left to do while they travel.  Each further one has up to four times as much."""
+"""The least size, and that of the first segment: its gradients come last in a backward,
+so no work overlaps their transfer.  Each further one has up to four times as much."""
 _FEW, _FEW_BYTES = 6, 16 << 20
-"""A model has so few but for the first, where they are no larger: each costs time."""
+"""A model has this few segments while none is larger: each one costs time."""
 _MANY, _MOST_BYTES = 64, 32 << 20
-"""A large model has so many, where they are no larger."""
+"""A large model has this many segments while none is larger."""
 COMPARED_BYTES = 1 << 20
-"""To compare takes as long as this takes on a link: less is sent, whatever it is."""
+"""Comparing takes as long as sending this over a link: less is always sent."""
 _ALIGNMENT = 64
 _SUMMED = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,18 +63,18 @@ class Segment:
     tensors : list of torch.Tensor
         The model's own.
     forms : list of (torch.Size, tuple of int)
-        Shape and strides of each at first: a backward may come when it has others.
+        Initial shape and strides of each: it may have others during a backward.
     offsets, byte_offsets : list of int
-        Of each, in elements of the block, and in bytes.
+        The place of each in the block, in elements and in bytes.
     dtype : torch.dtype
-        Of all of them.
+        The dtype of all tensors.
     is_parameter : bool
-        They are parameters; the others are buffers.
+        Whether they are parameters; else they are buffers.
     is_trained : bool
-        Their gradients come back.
+        Whether their gradients come back.
     blocks, slots : by member; None, and [], for member 0
     sums : list of _native.GradientSum
-        What adds up gradients, where no backward uses it.
+        Sums that no backward uses at present.
     """
 
     def __init__(
@@ -112,19 +112,19 @@ class Segment:
 
     @property
     def n_bytes(self) -> int:
-        """Of the block."""
+        """The size of the block."""
         return self.n_elems * self.width
 
     def stamp(self) -> list[tuple[int, int]]:
-        """Return what changes where somebody writes to the model's tensors."""
+        """Return values that change when the model's tensors are written to."""
         return [(t._version, t.data_ptr()) for t in self.tensors]
 
     # ---- blocks ---------------------------------------------------------------------
 
     def make_writable(self, member: int, keeps_values: bool) -> torch.Tensor | None:
-        """Have a block that nothing else holds; return the one that something held.
+        """Ensure that nothing else holds the block; return the held one it replaced.
 
-        With `keeps_values`, the fresh one has the values of the other.
+        With `keeps_values`, the new block has the values of the old one.
         """
         before, n_holders = self.blocks[member], self._n_holders[member]
         if before is not None and self._count_holders(member) == n_holders:
@@ -144,9 +144,9 @@ class Segment:
         return torch_core.count_holders(self._storages[member])
 
     def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Return the places of the tensors in a block, each a storage by itself.
+        """Return the places of the tensors in a block, each with its own storage.
 
-        It reaches to the next one: a small buffer, as observers have, may grow a bit.
+        A storage reaches to the next one: small buffers of observers may grow a bit.
         """
         storage, parts = block.untyped_storage(), []
         ends = [*self.byte_offsets[1:], self.n_bytes]
@@ -167,7 +167,7 @@ class Segment:
     # ---- what members have ----------------------------------------------------------
 
     def record(self, member: int, stamp: list[Any]) -> None:
-        """Note that a member's block holds what the model had at a stamp."""
+        """Note that a member's block holds the model's values of a stamp."""
         self._had[member] = stamp, [slot._version for slot in self.slots[member]]
 
     def seems_to_have(self, member: int, stamp: list[Any]) -> bool:
@@ -178,14 +178,14 @@ class Segment:
     def travelling(
         self, members: range
     ) -> tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]:
-        """Return what the native side has to know to send it to some members."""
+        """Return what the native side needs to send the segment to some members."""
         blocks = [b if k in members else None for k, b in enumerate(self.blocks)]
         return self.tensors, self.byte_offsets, self.n_bytes, blocks
 
     # ---- gradients ------------------------------------------------------------------
 
     def take_sum(self) -> _native.GradientSum:
-        """Return what adds up gradients, for one backward."""
+        """Return a sum of gradients for one backward."""
         try:
             return self.sums.pop()
         except IndexError:
@@ -195,10 +195,10 @@ class Segment:
 
 
 class HeldBlocks:
-    """Blocks that segments have given up since something else held them.
+    """Blocks that segments gave up because something else held them.
 
-    It may be a replica that leads to itself, which the garbage collector alone frees:
-    before such ones fill a device, it is called.
+    The holder may be a replica in a reference cycle, which only the garbage collector
+    frees.  So the collector is called before such blocks fill a device.
     """
 
     def __init__(self) -> None:
@@ -206,16 +206,16 @@ class HeldBlocks:
         self._most_copies = 2
 
     def add(self, block: torch.Tensor) -> None:
-        """Take note of a block."""
+        """Note a block."""
         self._blocks.append(StorageWeakRef(block.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def limit(self, n_blocks: int) -> None:
-        """Free those that nobody can reach, where they are many copies of a model.
+        """Free unreachable blocks, if there are many copies of a model.
 
         Parameters
         ----------
         n_blocks : int
-            Of one copy.
+            The number of blocks of one copy.
         """
         for generation in (1, 2):
             if self._count() <= self._most_copies * n_blocks:
@@ -239,18 +239,18 @@ class Layout:
     Attributes
     ----------
     segment_bytes : int
-        What a segment has at the most; a larger tensor is one of its own.
+        The maximum size of a segment; a larger tensor gets its own segment.
     segments : list of Segment
     others : list of torch.Tensor
-        Sparse ones, those of classes of their own, those without elements (a forward
-        may resize them), and such.
+        Sparse tensors, tensors of subclasses, tensors without elements (a forward may
+        resize them), and the like.
     tensors : list of torch.Tensor
         Those of all segments in turn, then the others.
     ids : list of int
-        What stands at each place, part by part: its parameters, then its buffers.
+        The id at each place, part by part: its parameters, then its buffers.
     is_kept : bool
-        It does not hold on to a graph, as by parameters that ``functional_call`` put
-        there.
+        Whether it may be kept: it holds no graph, as parameters do that
+        ``functional_call`` put into the model.
     """
 
     def __init__(self, parts: list[Module], group: Group) -> None:
@@ -273,7 +273,7 @@ class Layout:
         for tensor, is_parameter in travelling:
             self._place(tensor, is_parameter, opened)
         for segment in self.segments:
-            if len(segment.tensors) == 1:  # a block of its very size
+            if len(segment.tensors) == 1:  # a block of exactly its size
                 segment.n_elems = segment.tensors[0].numel()
         placed = [tensor for segment in self.segments for tensor in segment.tensors]
         self.ids, self.tensors = ids_of(parts), placed + self.others
@@ -301,7 +301,7 @@ class Layout:
         segment.add(tensor)
 
     def _limit(self, is_trained: bool) -> int:
-        """Return what the next segment may have at the most."""
+        """Return the maximum size of the next segment."""
         if not is_trained:
             return self.segment_bytes
         n_before = sum(segment.is_trained for segment in self.segments)
@@ -309,14 +309,14 @@ class Layout:
 
     @property
     def room_bytes(self) -> int:
-        """What a member adds up gradients in: all rows of a segment."""
+        """The size of a member's memory to add up gradients: all rows of a segment."""
         most = max((s.n_bytes for s in self.segments if s.is_trained), default=0)
         return min(most * (len(self._group) - 1), 2 * _MOST_BYTES)
 
     def fits(self, parts: Sequence[Module]) -> bool:
-        """Tell whether the model still has the tensors that this was made of.
+        """Tell whether the model still has the tensors of this layout.
 
-        A buffer that a forward has made anew takes the place of the one before.
+        A buffer that a forward has replaced takes the place of the old one.
         """
         ids = ids_of(parts)
         if self.ids != ids and not self._take_buffers(parts, ids):
@@ -324,7 +324,7 @@ class Layout:
         return self._forms == self._forms_now()
 
     def _take_buffers(self, parts: Sequence[Module], ids: list[int]) -> bool:
-        """Put buffers into the places of others; tell whether nothing else differs."""
+        """Put buffers in the places of old ones; tell whether nothing else differs."""
         if len(self.ids) != len(ids):
             return False
         pairs = set(zip(self.ids, ids, strict=True))
@@ -349,18 +349,18 @@ class Layout:
         return True
 
     def _forms_now(self) -> list[Any]:
-        """Return what may change of these very tensors."""
+        """Return the properties of these tensors that may change."""
         return [*map(_form, self.tensors), *(table.sparse for table in self._tables)]
 
 
 def _segment_bytes(n_bytes: int) -> int:
-    """Return what a segment of a model of so many bytes has at the most."""
+    """Return the maximum size of a segment, in a model of `n_bytes`."""
     few, many = (-(-n_bytes // n // _ALIGNMENT) * _ALIGNMENT for n in (_FEW, _MANY))
     return max(SEGMENT_BYTES, min(few, _FEW_BYTES), min(many, _MOST_BYTES))
 
 
 def ids_of(parts: Sequence[Module]) -> list[int]:
-    """Return which tensors a model has, by the ids of all that its parts name."""
+    """Return the ids of a model's tensors, at each place of its parts."""
     return [
         id(tensor)
         for part in parts

@@ -1,18 +1,17 @@
-"""Replicas that live from forward to forward.
+"""Replicas that are kept from forward to forward.
 
-To make the objects of a replica anew takes the host longer than all else that comes
-before replicas start.  So they are kept, and a forward gives them its tensors::
+Making a replica's objects takes the host longer than everything else before replicas
+start.  So they are kept, and each forward gives them its tensors::
 
-    begin   the module has other attributes: take them over; put the tensors in
-    end     nobody else holds any of it: take out the tensors, and what forward has set
+    begin   copy attributes that changed in the module; put the tensors in
+    end     if nothing else holds the replica: remove tensors, and what forward has set
 
-What a forward sets is lost, as with a replica that is made anew.  A replica that
-somebody holds (a checkpoint until its backward, a closure, a traceback) is looked at
-again when the next forward begins.  If it is still held it is given up: it belongs to
-who holds it.
+Attributes that a forward sets are lost, as in a new replica.  If anything else holds a
+replica (a checkpoint until its backward, a closure, a traceback), the next forward
+looks at it again.  If it is still held, a new replica takes its place.
 
-By the number of references to a part, and to its dictionaries, a replica is known to be
-held.  The numbers are right only if nothing but a part's parent refers to it.  If an
+Reference counts of a part and of its dictionaries show whether anything holds a
+replica.  They are right only if a part's parent alone refers to it.  If an
 attribute or a hook does (a bound method of a part, a list of parts), each forward makes
 new replicas.
 """
@@ -37,13 +36,13 @@ from paceline._dp.replicate import Bring
 _TENSORS = ("_parameters", "_buffers")
 _CONTAINERS = (list, tuple, dict)
 _ANY = object()
-"""In the place of a value that may be any."""
-# An RNN's makes its list of tensors anew; so does replicate.renewed().
+"""Stands for a value that may be any object."""
+# An RNN's method renews its list of tensors, as replicate.renewed() does.
 _METHODS = torch_core.PLAIN_COPY, torch_core.RNN_COPY
 
 
 def can_be_kept(parts: Iterable[Module]) -> bool:
-    """Tell whether replicas of a module have nothing but their dictionaries."""
+    """Tell whether all state of a replica of the module is in its dictionaries."""
     return all(
         type(part) is part.__class__
         and type(part)._replicate_for_data_parallel in _METHODS
@@ -56,18 +55,18 @@ def can_be_kept(parts: Iterable[Module]) -> bool:
 
 
 def _is_live(value: Any) -> bool:
-    """Tell whether an attribute has another value in each replica and forward."""
+    """Tell whether an attribute's value differs in each replica and forward."""
     if type(value) in _CONTAINERS:
         return replicate.leads(value)
     if type(value) is MethodType:
-        value = value.__self__  # a part's is more than live: see _leads_to_part()
+        value = value.__self__  # of a part: see _leads_to_part() too
     elif type(value) is weakref.ref:
         value = value()
     return type(value) is partial or isinstance(value, torch.Tensor)
 
 
 def _leads_to_part(value: Any, n_levels: int = 4) -> bool:
-    """Tell whether a value refers to a module, itself or by what is in it."""
+    """Tell whether a value is a module or leads to one."""
     entries: Iterable[Any] = ()
     kind = type(value)
     if kind is MethodType:
@@ -84,36 +83,36 @@ def _leads_to_part(value: Any, n_levels: int = 4) -> bool:
 
 
 class _Dicts:
-    """Dictionaries, and what they are to hold: names, and values by identity."""
+    """Dictionaries and their expected entries: names, and values by identity."""
 
     def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
         self.dicts = list(dicts)
         self.expected = list(map(dict, self.dicts))
 
     def note(self, i: int, but: Iterable[str], there: object) -> None:
-        """Take what one holds for what it is to; `there` stands for some values."""
+        """Expect the entries of dictionary `i`, with `there` as the values of `but`."""
         self.expected[i] = {**self.dicts[i], **dict.fromkeys(but, there)}
 
     def differing(self) -> list[int]:
-        """Return the numbers of those that hold something else."""
+        """Return the numbers of dictionaries that differ."""
         return _native.differing(self.dicts, self.expected, _ANY)
 
     def restore(self) -> None:
-        """Have all hold what they are to."""
+        """Make all hold their expected entries."""
         _native.restore(self.dicts, self.expected)
 
 
 class _Sorted:
-    """The attributes of a part that are more than values that replicas share.
+    """The attributes of a part whose values replicas do not simply share.
 
     Attributes
     ----------
     live : list of str
-        Their values are renewed in each forward.
+        Names whose values are renewed in each forward.
     watched : list
-        Containers that may come to lead to something of the module's.
+        Containers that may later lead to a part or tensor of the module.
     leads_to_part : bool
-        Another attribute is a part, or a method of one.
+        Whether another attribute is a part, or a method of one.
     """
 
     def __init__(self, held: dict[str, Any]) -> None:
@@ -133,7 +132,7 @@ class _Sorted:
 
 
 class _Plan:
-    """The module as it was when its replicas were made, and last filled.
+    """The state of the module when its replicas were made and last filled.
 
     Attributes
     ----------
@@ -173,21 +172,21 @@ class _Plan:
         )
 
     def changed(self) -> list[int]:
-        """Return the numbers of parts with other attributes than last time."""
+        """Return the numbers of parts whose attributes have changed."""
         held = self.attributes.dicts
         found = set(self.attributes.differing())
         found |= {i for i, name in self.live if not _is_live(held[i].get(name))}
         return sorted(found | {i for i, value in self._watched if _is_live(value)})
 
     def take_over(self, changed: list[int]) -> None:
-        """Take the attributes of these parts for what they are to be."""
+        """Expect the present attributes of these parts."""
         for i in changed:
             self._sorted[i] = _Sorted(self.attributes.dicts[i])
         if changed:
             self._gather(changed)
 
     def leads_to_part(self) -> bool:
-        """Tell whether a part is reached by something else than its parent."""
+        """Tell whether anything but its parent refers to a part."""
         held = self.attributes.dicts
         return (
             self._leads_to_part
@@ -196,7 +195,7 @@ class _Plan:
         )
 
     def hooks(self) -> list[tuple[int, str, dict[Any, Any]]]:
-        """Return the hooks of forward and backward, by part, that there are."""
+        """Return the registered hooks of forward and backward, by part."""
         held = enumerate(self.attributes.dicts)
         return [
             (i, at, of[at]) for i, of in held for at in replicate.HOOKS if of.get(at)
@@ -215,7 +214,7 @@ class _Plan:
         self._leads_to_part = any(of.leads_to_part for of in self._sorted)
 
     def locate(self, tensors: Sequence[torch.Tensor], by_place: list[int]) -> None:
-        """Note which tensor is to be found where; `by_place` has the id at each."""
+        """Note the place of each tensor; `by_place` has the id at each place."""
         ids = list(map(id, tensors))
         if (ids, by_place) == (self._ids, self._ids_by_place):
             return
@@ -230,7 +229,7 @@ class _Plan:
         self._ids, self._ids_by_place = ids, by_place  # last: Ctrl-C may come before
 
     def copies(self, shells: list[Module], flat: Sequence[Any]) -> dict[int, Any]:
-        """Return what stands for parts and tensors in a replica, by their ids."""
+        """Return a replica's tensors and parts, by the ids of the originals."""
         keys = [*self._ids, *map(id, self.parts)]
         return dict(zip(keys, [*flat, *shells], strict=True))
 
@@ -277,7 +276,7 @@ class _Member:
             held[i][kind][name] = flat[number]
 
     def _fill_parts(self, copies: dict[int, Any], bring: Bring) -> None:
-        """Make the dictionaries of parts anew."""
+        """Make the dictionaries of stale parts again."""
         for i in self.stale:
             part, shell = self._plan.parts[i], self.shells[i]
             held = shell.__dict__
@@ -298,7 +297,7 @@ class _Member:
         self.stale = set()  # last: Ctrl-C may come before
 
     def count(self) -> None:
-        """Count the references to all, before a forward makes more of them."""
+        """Count the references to all objects, before a forward adds more."""
         if not self._counts:
             dicts = self._held.dicts, self._children.dicts, self._places.dicts
             self._objects = [*self.shells, *dicts[0], *dicts[1], *dicts[2]]
@@ -307,7 +306,7 @@ class _Member:
     # ---- after it -------------------------------------------------------------------
 
     def clean(self) -> bool:
-        """Leave nothing of a forward, unless somebody holds on to any of it."""
+        """Remove what a forward left; return False if anything holds the replica."""
         if not self._is_filled:
             return True
         if (
@@ -340,7 +339,7 @@ class Shells:
         flat: Sequence[Sequence[torch.Tensor]],
         bring: Sequence[Bring],
     ) -> list[Module] | None:
-        """Return replicas with tensors of their own; None if none can be kept.
+        """Return replicas with their own tensors; None if they cannot be kept.
 
         Parameters
         ----------
@@ -349,10 +348,10 @@ class Shells:
         tensors, flat : sequence
             The module's parameters and buffers, and those of each replica.
         by_place : list of int
-            The ``id`` of what stands at each place, part by part: its parameters, then
+            The ``id`` of the entry at each place, part by part: its parameters, then
             its buffers.
         bring : sequence of callable
-            The way of each replica to tensors that are attributes.
+            Moves tensors of attributes to the device, for each replica.
         """
         plan = self._look(parts)
         if plan is None or plan.leads_to_part():
@@ -371,12 +370,10 @@ class Shells:
         return [member.shells[0] for member in self._members[: len(flat)]]
 
     def _look(self, parts: list[Module]) -> _Plan | None:
-        """Take over what has changed about the module."""
+        """Return the plan, with the changes of the module taken over."""
         if self._plan is not None and self._plan.fits(parts):
             changed = self._plan.changed()
-            for (
-                member
-            ) in self._members:  # first: Ctrl-C may come before the plan has it
+            for member in self._members:  # first: Ctrl-C may come before the plan
                 member.stale.update(changed)
             self._plan.take_over(changed)
         else:
@@ -385,6 +382,6 @@ class Shells:
         return self._plan
 
     def finish(self) -> None:
-        """Remove what a forward has set, of replicas that nothing else refers to."""
+        """Remove what a forward has set, in replicas that nothing else holds."""
         for member in self._members:
             member.clean()

@@ -1,9 +1,9 @@
-"""What torch keeps a thread, so that a replica's thread computes as the caller would.
+"""torch's state of a thread, so that a replica's thread computes like the caller's.
 
 Grad mode, inference mode, autocast, a default device, flushing of denormal numbers and
-context variables are carried over.  What cannot be (modes that see each operation,
-transforms) is found by :func:`sees_operations`: the replicas
-then run one after the other on the caller's own thread, which is right by construction.
+context variables are carried over.  Modes that see each operation, and transforms,
+cannot be.  If :func:`sees_operations` finds one, replicas run one after the other on
+the caller's own thread, which is always right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline._compat import torch_modes
 
 
 def sees_operations() -> bool:
-    """Tell whether something is on that another thread would not see."""
+    """Tell whether a mode or transform is on that another thread would not see."""
     return bool(
         torch_modes.binds_to_thread()
         or not all(map(torch_modes.is_device_mode, torch_modes.function_modes()))
@@ -34,7 +34,7 @@ def _flushes_denormals(smallest: float = sys.float_info.min) -> bool:
 
 
 class State:
-    """The state of the thread that makes it, to be entered in another."""
+    """The state of the thread that creates it, for use in another."""
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
@@ -53,7 +53,7 @@ class State:
         n_cores: int,
         call: Callable[[], Any],
     ) -> Any:
-        """Return what ``call`` returns in this state, on a thread that is ours."""
+        """Return what ``call`` returns in this state, on a thread of this package."""
         if torch.get_num_threads() != n_cores:
             torch.set_num_threads(n_cores)
         if self.flush != _flushes_denormals():

@@ -1,4 +1,4 @@
-"""What each replica is to do, threads of those on GPUs, and what a replica raised.
+"""Tasks of replicas, threads for those on GPUs, and the exceptions that replicas raise.
 
 ::
 
@@ -59,12 +59,12 @@ class Task:
         self.error: BaseException | None = None
 
     def enter(self, state: State, context: contextvars.Context, share: int) -> None:
-        """Have it run in the state of another thread, on so many cores."""
+        """Make it run in another thread's state, with `share` cores."""
         assert self._call is not None
         self._call = partial(state.run, context, share, self._call)
 
     def run(self) -> None:
-        """Run the call; nothing is raised."""
+        """Run the call; keep its output or its error, and raise nothing."""
         call, self._call = self._call, None
         assert call is not None
         try:
@@ -85,7 +85,7 @@ class Task:
         return self.take()
 
     def wait(self) -> None:
-        """Wait until it has run; may be interrupted, and waited for again."""
+        """Wait until it has run; an interrupted wait may be repeated."""
         with self._is_done:
             pass
 
@@ -97,14 +97,14 @@ class Task:
         try:
             raise error
         finally:
-            del error  # its traceback leads to this frame
+            del error  # its traceback refers to this frame
 
 
 _Inbox = queue.SimpleQueue[Callable[[], Any] | None]
 
 
 def _serve(inbox: _Inbox) -> None:
-    """Run what comes until None does; the thread holds on to nothing in between."""
+    """Run calls until None arrives; keep no reference to a call in between."""
     with InsideReplica():
         while (call := inbox.get()) is not None:
             call()
@@ -124,7 +124,7 @@ class ThreadPool:
         weakref.finalize(self, _end, self._inboxes)
 
     def grow(self, n_threads: int) -> None:
-        """Have at least this many."""
+        """Start threads until there are `n_threads`."""
         while len(self._inboxes) < n_threads:
             inbox: _Inbox = queue.SimpleQueue()
             thread = threading.Thread(
@@ -137,7 +137,7 @@ class ThreadPool:
             self._inboxes.append(inbox)
 
     def run(self, tasks: list[Task]) -> None:
-        """Run the first task here, the others side by side; return when all ran."""
+        """Run the first task here, the others in parallel; return when all are done."""
         self.grow(len(tasks) - 1)
         try:
             for inbox, task in zip(self._inboxes, tasks[1:], strict=False):
@@ -145,12 +145,12 @@ class ThreadPool:
             tasks[0].run()
             for task in tasks[1:]:
                 task.wait()
-        except BaseException:  # Ctrl-C: nobody computes on behind the caller's back
+        except BaseException:  # Ctrl-C: leave no thread at work in the background
             self._drain()
             raise
 
     def _drain(self) -> None:
-        """Wait until no thread has anything to do, whatever signals come."""
+        """Wait until all threads are idle, even if signals arrive."""
         for inbox in self._inboxes:
             barrier = threading.Event()
             while not barrier.is_set():
@@ -165,11 +165,11 @@ class ThreadPool:
 
 
 def as_of_replica(error: BaseException, replica: int, device: Any) -> BaseException:
-    """Return the exception that tells the caller what failed in a replica.
+    """Return the exception to raise in the caller for an error in a replica.
 
-    It has the type and the attributes of `error`, even where its constructor takes
-    other arguments; its message is torch's, with the traceback of the replica.  What is
-    no ``Exception`` (``SystemExit``), or cannot be made again, comes as a
+    It has the type and attributes of `error`, even if its constructor takes other
+    arguments; its message is torch's, with the traceback of the replica.  An error that
+    is not an ``Exception`` (``SystemExit``), or cannot be copied, becomes a
     ``RuntimeError``.
     """
     text = "".join(traceback.format_exception(error))
@@ -179,12 +179,12 @@ def as_of_replica(error: BaseException, replica: int, device: Any) -> BaseExcept
         return RuntimeError(message)
     try:
         return _with_message(_renewed(error), message)
-    except Exception:  # a type that can be neither made nor given a message
+    except Exception:  # a type that allows neither a copy nor a new message
         return RuntimeError(message)
 
 
 def _with_message(error: Exception, message: str) -> Exception:
-    """Return an exception with a message; as its cause, where its type hides it."""
+    """Set an exception's message; if its type hides it, set it as the cause."""
     if isinstance(error, KeyError):
         error.args = (torch_core.key_error_message(message),)
     else:
@@ -203,7 +203,7 @@ def _renewed(error: Exception) -> Exception:
         renewed = copy.copy(error)
         if type(renewed) is kind and renewed is not error:
             return renewed
-    except Exception:  # the constructor wants other arguments
+    except Exception:  # the constructor needs other arguments
         pass
     renewed = kind.__new__(kind, *error.args)
     renewed.__dict__.update(error.__dict__)

@@ -1,4 +1,4 @@
-"""Arguments to the devices of replicas, and their outputs back: in the graph."""
+"""Moves arguments to the devices of replicas, and outputs back, in the graph."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NATIVE = frozenset(
     + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     + (torch.complex64, torch.complex128)
 )
-"""The types of elements that the native side copies; torch copies all others."""
+"""The dtypes that the native side copies; torch copies all others."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_native(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is nothing but memory, of which the native side knows."""
+    """Tell whether a tensor is plain memory that the native side can copy."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -35,7 +35,7 @@ def is_native(tensor: torch.Tensor) -> bool:
 
 
 def is_by_torch() -> bool:
-    """Tell whether torch has to make copies: it may make more of them than that."""
+    """Tell whether torch must make the copies, for transforms and modes to see them."""
     return (
         torch_graph.is_transformed()
         or torch_modes.is_tracing()
@@ -47,7 +47,7 @@ def is_by_torch() -> bool:
 
 
 class _Copy(torch.autograd.Function):
-    """Tensors of one member, copied to another one."""
+    """Copies tensors of one member to another."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class _Copy(torch.autograd.Function):
 def _copied(
     streams: Streams, way: tuple[int, int], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return copies on another member, which know of no graph."""
+    """Return copies on another member, outside the graph."""
     device = streams.group.devices[way[1]]
     copies, blocks, places = [], [], []
     for tensor in tensors:
@@ -98,7 +98,7 @@ def _copy_all(
     blocks: Sequence[torch.Tensor],
     places: Sequence[torch.Tensor],
 ) -> None:
-    """Copy blocks to places: the same layout, but for dimensions of one entry."""
+    """Copy blocks to places of the same layout, except for dimensions of one entry."""
     flat = [
         (block.view(-1), place.view(-1))
         if block.is_contiguous() and place.is_contiguous()
@@ -111,7 +111,7 @@ def _copy_all(
 
 
 def _as_block(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same values that is one block of memory."""
+    """Return a tensor with the same values that is one block of memory."""
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if torch_core.is_dense(tensor) else tensor.contiguous()
 
@@ -122,11 +122,11 @@ def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list
     Parameters
     ----------
     streams : Streams
-        What comes before and after.
+        The streams that order the copies.
     way : tuple of int
-        The members from which and to which.
+        The source member and the target member.
     tensors : sequence of torch.Tensor or None
-        Tensors of the first.
+        Tensors of the source member.
     """
     moved = list(tensors)
     wanted: dict[bool, list[int]] = {False: [], True: []}
@@ -155,7 +155,7 @@ def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list
 def at_member(
     streams: Streams, way: tuple[int, int], tensor: torch.Tensor
 ) -> torch.Tensor:
-    """Return a tensor for another member: itself, where both are on one GPU."""
+    """Return a tensor for another member: itself, if both are on one GPU."""
     source, target = way
     if streams.group.indices[source] == streams.group.indices[target]:
         return tensor
@@ -167,10 +167,10 @@ _LEAST_PINNED = 1 << 16
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor that is on none of the devices, on one of them.
+    """Return a tensor from outside the group on one of its devices.
 
-    What is large goes through pinned memory, so that devices fetch their rows side by
-    side, and the host goes on.
+    A large tensor goes through pinned memory, so that devices fetch their rows in
+    parallel, and the host goes on.
     """
     is_large = tensor.numel() * tensor.element_size() >= _LEAST_PINNED
     if is_large and tensor.is_cpu and is_native(tensor) and not tensor.requires_grad:
@@ -184,7 +184,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_member(streams: Streams, scattered: _native.Scattered, member: int) -> Any:
     """Return a replica's arguments, with tensors on its device.
 
-    Arrays stay what they are, and so does what lies on its device.
+    Arrays stay what they are, and so do tensors on its device.
     """
     leaves = scattered.leaves(member)
     if streams.group.is_cpu:
@@ -199,10 +199,10 @@ def to_member(streams: Streams, scattered: _native.Scattered, member: int) -> An
 
 
 def _own_leaf(leaf: Any, of_replica_0: Any) -> Any:
-    """Return an input that a later replica may change in place, in the same memory.
+    """Return an input in the same memory that a later replica may change in place.
 
-    What is not split is copied.  Parts of a batch are views of it, and share the count
-    by which autograd sees that a tensor which it has saved was changed in place.
+    Inputs that are not split are copied.  Parts of a batch are views, which would share
+    the version counter by which autograd detects changes of saved tensors in place.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -214,7 +214,7 @@ def _own_leaf(leaf: Any, of_replica_0: Any) -> Any:
 
 
 def _is_sizes(tree: _native.Tree, i: int, leaf: Any) -> bool:
-    """Tell whether a leaf is what a PackedSequence has on the CPU, wherever it is."""
+    """Tell whether a leaf is what a PackedSequence always has on the CPU."""
     return (
         leaf.dtype is torch.int64
         and leaf.dim() == 1
@@ -246,7 +246,7 @@ def _placed(streams: Streams, leaves: Sequence[Any], member: int) -> list[Any]:
 
 
 class _Gather(torch.autograd.Function):
-    """Tensors of members 0, 1, ..., each copied to its rows of one tensor."""
+    """Copies tensors of members 0, 1, ... to their rows of one tensor."""
 
     @staticmethod
     def forward(
@@ -267,7 +267,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         with ctx.streams.on():
-            if grad.layout is not torch.strided:  # as of an embedding that is sparse
+            if grad.layout is not torch.strided:  # from a sparse embedding
                 grad = grad.to_dense()
             parts = [
                 at_member(ctx.streams, (ctx.target, k), part)
@@ -277,14 +277,14 @@ class _Gather(torch.autograd.Function):
 
 
 class Joiner:
-    """Brings what replicas return to one device; called, joins tensors of them."""
+    """Brings outputs of replicas to one device; a call joins tensors of theirs."""
 
     def __init__(self, streams: Streams, output: torch.device) -> None:
         self._streams = streams
         self._output = output
 
     def __call__(self, parts: Sequence[torch.Tensor], dim: int | None) -> torch.Tensor:
-        """Join tensors along a dimension; those without one become a vector."""
+        """Join tensors along a dimension; those without dimensions become a vector."""
         if dim is None:
             parts, dim = [part.reshape(1) for part in parts], 0
         if len(parts) == 1:
@@ -297,7 +297,7 @@ class Joiner:
         return torch.cat(list(map(self._bring, parts, itertools.count())), dim)
 
     def packed(self, parts: Sequence[PackedSequence]) -> PackedSequence:
-        """Join packed sequences; the sizes of their steps are on the CPU, as ever."""
+        """Join packed sequences; their batch sizes stay on the CPU, as in torch."""
         return packed_sequence.join_packed(
             [
                 PackedSequence(
@@ -313,7 +313,7 @@ class Joiner:
         )
 
     def of_replica_0(self, output: Any) -> Any:
-        """Return what replica 0 returned, with its tensors on the device."""
+        """Return replica 0's output, with its tensors on the output device."""
         tree, leaves = _native.flatten(output)
         placed = [
             self._bring(leaf, 0) if isinstance(leaf, torch.Tensor) else leaf
@@ -323,7 +323,7 @@ class Joiner:
         return output if are_there else tree.unflatten(placed)
 
     def _bring(self, tensor: torch.Tensor, k: int) -> torch.Tensor:
-        """Return a tensor of replica k on the device where outputs are wanted."""
+        """Return a tensor of replica k on the output device."""
         group = self._streams.group
         member = group.member_of(tensor, k)
         if member is None or self._output not in group.devices:

@@ -1,4 +1,4 @@
-"""What torch's own tests of DataParallel pin, with replicas on the CPU."""
+"""The behaviour that torch's own tests of DataParallel pin, on CPU replicas."""
 
 import inspect
 import io
@@ -17,7 +17,7 @@ TWO = ["cpu", "cpu"]
 
 
 def bare(module=None, **options):
-    """Return a wrapper of which only the methods made for subclasses are used."""
+    """Return a wrapper, of which tests use only the methods for subclasses."""
     return paceline.DataParallel(module or net(), TWO, **options)
 
 
@@ -114,7 +114,7 @@ def test_parallel_apply_raises_what_a_replica_raises():
     x = integers(4, 3)
     with pytest.raises(KeyError) as caught:
         bare().parallel_apply([net(), module(raises_a_key)], [x, x], None)
-    with pytest.raises(ValueError, match=r"3 replicas are to be run.* has 2 devices"):
+    with pytest.raises(ValueError, match=r"got 3 replicas, .* has 2 devices"):
         bare().parallel_apply([net()] * 3, [x] * 3, None)
     words = str(caught.value)
     assert words.startswith("Caught KeyError in replica 1 on device cpu.\nOriginal")
@@ -139,7 +139,7 @@ def test_a_forward_may_switch_autocast_on_itself(wrap):
 
 
 def test_gradients_may_be_zeroed_in_forward(wrap):
-    """Replica 0 does it; each other one says that it does not."""
+    """Replica 0 does it; each other replica warns that it has no effect."""
 
     def zeroing(m, x):
         m.layers.zero_grad()

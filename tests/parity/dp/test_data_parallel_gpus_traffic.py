@@ -1,4 +1,4 @@
-"""What is sent between GPUs, and when; who waits for it.
+"""Traffic between GPUs: what is sent, when, and which streams wait.
 
 The devices are simulated: see support/fake_gpus.py.
 """
@@ -37,7 +37,7 @@ def small_segments(monkeypatch):
 
 
 class Recorder:
-    """Stands before a group's native side, and adds up the bytes that it moves."""
+    """Wraps a group's native side, and adds up the bytes that it moves."""
 
     def __init__(self, native):
         self._native = native
@@ -61,7 +61,7 @@ class Recorder:
 
 
 class RecordedSum:
-    """The same of what adds up gradients."""
+    """Wraps a sum of gradients in the same way."""
 
     def __init__(self, native, n_bytes):
         self._native, self._bytes = native, n_bytes
@@ -75,7 +75,7 @@ class RecordedSum:
 
 
 def record(ours):
-    """Have a wrapper's group be recorded from now on."""
+    """Record a wrapper's group from now on."""
     group = ours._engine_for(ours.device_ids).group
     group.native = Recorder(group.native)
     return group.native.bytes
@@ -93,19 +93,19 @@ def counts(*names):
 
 
 def fetched_bytes():
-    """Return what devices have fetched so far of what was not as member 0 had it."""
+    """Return the bytes that devices fetched as they differed from member 0's."""
     return fake().host_kernel_fetched()
 
 
 def sent_bytes(n):
-    """Return what each of n devices has sent to each."""
+    """Return the bytes that each of n devices has sent to each."""
     return torch.tensor(
         [[fake().fake_sent_bytes(a, b) for b in range(n)] for a in range(n)]
     )
 
 
 class Traffic:
-    """Bytes of parameters and buffers that have travelled since this was asked last."""
+    """Bytes of parameters and buffers that have travelled since the last call."""
 
     def __init__(self, ours):
         self._moved = record(ours)
@@ -179,7 +179,8 @@ def test_a_log_line_says_what_each_device_holds(wrap, caplog):
         ours(torch.ones(4, 512))
     (line,) = [r.getMessage() for r in caplog.records if "MiB" in r.getMessage()]
     assert "2.0 MiB of parameters and buffers on each" in line
-    assert "up to 3.0 MiB on gpu:0, and 0.0 MiB on each other" in line
+    assert "up to 3.0 MiB on gpu:0 for" in line
+    assert "and 0.0 MiB on each other" in line
 
 
 def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
@@ -202,7 +203,7 @@ def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
         assert sum(traffic()) <= 2 * 2 * 64
     assert engine._replicated._layout is layout
     for module_ in (twin.inner, twin.plain):
-        module_.twice = module_.n  # of one tensor, two names
+        module_.twice = module_.n  # two names of one tensor
     compare()
     for module_ in (twin.inner, twin.plain):
         module_.n = module_.n.new_zeros(3)
@@ -256,7 +257,7 @@ def test_what_the_host_cannot_see_is_fetched_by_segment(wrap, small_segments):
         ours(x)
         traffic = Traffic(ours)
         last = ours.module[1]
-        last.weight.data[0, 0] += 1  # with its bias it is a segment
+        last.weight.data[0, 0] += 1  # it is in a segment with its bias
         assert torch.equal(ours(x), ours.module(x))
         assert traffic() == (0, 2 * (last.weight.nbytes + last.bias.nbytes))
         ours(x)
@@ -309,7 +310,7 @@ def test_little_is_sent_rather_than_compared(wrap, monkeypatch):
 
 @pytest.mark.parametrize("option", ["foreign=2", "peers=0"])
 def test_all_is_sent_where_kernels_cannot_read_the_model(option):
-    """As with torch's expandable segments, and without peer access."""
+    """As with torch's expandable segments, or without peer access."""
     with fake_gpus.several(3, option):
         ours = Wrap(is_gpu=True)(norm_net(), 3).eval()
         x = integers(6, 16)
@@ -339,7 +340,7 @@ def test_large_parameters_and_gradients_load_all_links_alike(wrap, monkeypatch, 
     (twin.plain(x.cpu()) * y.cpu()).sum().backward()
     twin.assert_same()
     n_bytes = sum(p.nbytes for p in twin.inner.parameters())
-    rest = n_bytes // 40  # the bias, inputs, outputs, what a shard is rounded to
+    rest = n_bytes // 40  # the bias, inputs, outputs, the rounding of shards
     for way in (moved.sum(0), moved.sum(1)):
         assert n_bytes <= way[0] <= n_bytes + rest
         assert way[1:].max() <= 2 * n_bytes + rest

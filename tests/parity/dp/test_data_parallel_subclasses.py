@@ -1,8 +1,8 @@
-"""Subclasses that override what torch's class makes to be overridden, as libraries do.
+"""Subclasses that override methods of torch's class, as libraries do.
 
-The classes stand for torch_geometric's (a list of graphs), mmcv's (steps by name), the
-"balanced" ones (an uneven first chunk), and those that keep outputs apart for a
-criterion which is parallel too.
+The classes imitate torch_geometric's (a list of graphs), mmcv's (steps by name), the
+"balanced" ones (an uneven first chunk), and those that keep outputs separate for a
+parallel criterion.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Rows(nn.Module):
-    """Two layers, and what a library might ask of a model."""
+    """Two layers, and attributes that a library might read from a model."""
 
     hidden = 5
 
@@ -34,7 +34,7 @@ class Rows(nn.Module):
 
 @pytest.fixture
 def check(wrap):
-    """Return a function: does a subclass compute what the plain module does?"""
+    """Return a function that checks a subclass against the plain module."""
 
     def check(kind, *args, n=2, **kwargs):
         plain, module = Rows(), Rows()
@@ -52,7 +52,7 @@ def check(wrap):
 
 
 class Balanced(paceline.DataParallel):
-    """Gives the first replica fewer rows, and takes an argument of its own."""
+    """Gives the first replica fewer rows, and takes one more argument."""
 
     def __init__(self, module, n_first, *args, **kwargs):
         super().__init__(module, *args, **kwargs)
@@ -90,7 +90,7 @@ class Shaping(paceline.DataParallel):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_scatter_may_return_any_form_but_not_too_many_parts(wrap, form):
     ours = wrap(Rows(), kind=Shaping)
-    with pytest.raises(ValueError, match="for 4 replicas, and there are 2"):
+    with pytest.raises(ValueError, match="for 4 replicas, but there are 2"):
         ours(X)
     ours.form = form
     assert_same(ours(X), ours.module(X))
@@ -112,7 +112,7 @@ def test_a_method_that_is_overridden_is_never_passed_over(check, name):
 
 
 class Graph:
-    """Knows how to go to a device, as torch_geometric's data do."""
+    """Can move to a device, like torch_geometric's data."""
 
     def __init__(self, x):
         self.x = x
@@ -123,7 +123,7 @@ class Graph:
 
 
 class OfGraphs(paceline.DataParallel):
-    """Has a forward of its own, for a list of graphs, and another scatter."""
+    """Overrides forward, for a list of graphs, and scatter."""
 
     def __init__(self, module, device_ids=None, output_device=None, follow=None, **kw):
         super().__init__(module, device_ids, output_device, **kw)
@@ -158,7 +158,7 @@ def test_forward_may_be_written_anew_for_lists_of_data(wrap):
 
 
 class Stepping(paceline.DataParallel):
-    """Has steps beside forward, which run the module on the first part alone."""
+    """Has steps besides forward, which run the module on the first part only."""
 
     def forward(self, *inputs, **kwargs):
         return super().forward(*inputs, **kwargs)
@@ -182,7 +182,7 @@ class Apart(paceline.DataParallel):
 
 
 class Criterion(paceline.DataParallel):
-    """Takes outputs that lie apart, and splits the targets alone."""
+    """Takes separate outputs of replicas, and splits only the targets."""
 
     def forward(self, outputs, *targets, **kwargs):
         targets, kwargs = self.scatter(targets, kwargs, self.device_ids)
@@ -226,7 +226,7 @@ def test_a_gather_may_call_the_wrapper(wrap):
 
 
 class Forwarding(paceline.DataParallel):
-    """Answers for its module, in the way that ends in itself where it is done wrong."""
+    """Forwards attributes to its module, which recurses without end if done wrong."""
 
     def __getattr__(self, name):
         try:

@@ -1,4 +1,4 @@
-"""The face of DataParallel: arguments, attributes, methods, state, what it says."""
+"""The interface of DataParallel: arguments, attributes, methods, state, messages."""
 
 import collections
 import copy
@@ -28,14 +28,14 @@ class Net(nn.Module):
 
 
 class Same(nn.Module):
-    """Gives back what it was given."""
+    """Returns its arguments."""
 
     def forward(self, *args, **kwargs):
         return (args, kwargs) if kwargs else args
 
 
 class Notes(nn.Module):
-    """Notes how many rows its calls have."""
+    """Notes the number of rows of each call."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def test_the_cpu_may_be_the_output_device(device):
 
 
 class Elsewhere(nn.Linear):
-    """As if it were on a GPU."""
+    """A module that seems to be on a GPU."""
 
     def named_parameters(self, *args, **kwargs):
         fake = collections.namedtuple("Fake", "device")(torch.device("cuda", 0))
@@ -216,7 +216,7 @@ def test_what_the_module_raises_comes_through_one_replica_unchanged():
 
 
 def scattering(*given):
-    """Return a subclass with a scatter that gives this."""
+    """Return a subclass whose scatter returns this."""
     return type("Mine", (DataParallel,), {"scatter": lambda *_: given})
 
 
@@ -225,7 +225,7 @@ def test_a_scatter_of_ones_own_is_called_if_there_are_devices_as_in_torch():
     assert made(Same(), ["cpu"])(1) == (("scattered",), {"n": 1})
     assert made(Same())(1) == (1,)
     assert scattering((), ())(Same(), TWO)(1, 2) == ()
-    with pytest.raises(ValueError, match="gave 2 replicas arguments, and 1 keyword"):
+    with pytest.raises(ValueError, match="for 2 replicas, and keyword arguments for 1"):
         scattering(((1,), (2,)), ({},))(Same(), TWO)(1)
 
 
@@ -253,7 +253,7 @@ def test_scatter_called_directly_gives_the_arguments_of_each_replica():
 
 
 class Recording(DataParallel):
-    """Overrides every method, and notes what it was given."""
+    """Overrides every method, and notes its arguments."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -361,7 +361,7 @@ def test_check_leaves_the_batch_and_the_random_numbers_as_they_are():
 
 
 class Sum(nn.Linear):
-    """Its output is not of the batch."""
+    """Its output does not depend on the batch size."""
 
     def forward(self, x):
         return super().forward(x).sum(0)
