@@ -1,4 +1,4 @@
-"""What wraps modules for replicas: on the CPU, unless a test asks for GPUs."""
+"""Fixtures that wrap modules for replicas: on the CPU, or on GPUs if a test asks."""
 
 import gc
 
@@ -12,7 +12,7 @@ devices.load()  # before the first backward of this process: it starts their thr
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """Run torch's operations by one thread: a busy machine makes teams of them slow."""
+    """Run torch's operations on one thread: teams are slow on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,14 +1,13 @@
-"""What a drawn program may be made of: parts of a model, and changes between calls.
+"""Features of drawn programs: parts of a model, and changes between calls.
 
-A feature is the text of a part of a script: what stands outside the class (`outside`),
-in ``__init__`` and in ``forward``, and statements that change it between two calls, in
-which `m` is the model.  ``$`` stands for the number of the feature in its program, so
-that one may be drawn twice.  Values are small integers and halves: all sums are exact.
+A feature is the text of a part of a script: the code outside the class (`outside`), in
+``__init__`` and in ``forward``, and statements that change it between two calls, where
+`m` is the model.  ``$`` stands for the number of the feature in its program, so that
+one may be drawn twice.  Values are small integers and halves: all sums are exact.
 
-What a forward changes, it changes by assignment, or to the same value however often: a
-replica shares lists and globals with the others, as torch's does.
-Nothing asks which module it is (a registry whose keys are modules): replicas are other
-objects, in torch too.
+A forward changes things by assignment, or always to the same value: a replica shares
+lists and globals with the others, as in torch.  No feature depends on the identity of a
+module (a registry whose keys are modules): replicas are other objects, in torch too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Feature:
-    """Text of a part of a program; `changes` are made between its calls."""
+    """The text of a part of a program; `changes` are made between its calls."""
 
     init: str = ""
     forward: str = ""

@@ -1,11 +1,11 @@
-"""Programs drawn at random: models of all sorts, changed between calls in all sorts.
+"""Random programs: models of all kinds, with changes of all kinds between calls.
 
     python tests/parity/dp/drawn_programs.py --programs 1000 --seed 7
 
-draws programs out of `drawn_features.py`, and runs each twice, in namespaces of their
-own: with the plain module, and with ``DataParallel`` of two replicas.  After every call
-outputs, gradients, buffers, attributes and globals are compared to the bit; what one
-raises the other must raise.  Prints each program that went wrong.
+draws programs from `drawn_features.py`, and runs each twice, in separate namespaces:
+with the plain module, and with ``DataParallel`` of two replicas.  After every call it
+compares outputs, gradients, buffers, attributes and globals to the bit.  If one of the
+two raises, the other must raise the same.  Prints each program that went wrong.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from replicas import assert_close, assert_same, graphs_of, integers
 from support import devices, fake_gpus
 
 ALL = {**LAYERS, **STATE, **CODE}
-LARGEST = 1e6  # of an output: squares, and sums of their gradients, are exact still
+LARGEST = 1e6  # of an output: squares, and sums of their gradients, are still exact
 PLAIN = (int, float, str, bool, type(None), tuple, list, dict, set)
 
 
 class Differs(AssertionError):
-    """A program does something else with replicas than with the plain module."""
+    """A program behaves differently with replicas than with the plain module."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Changes, then a call; `rows` is the batch's size."""
+    """Changes, then a call with a batch of `rows`."""
 
     changes: tuple[str, ...]
     rows: int
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass
 class Program:
-    """The text of a script that has `Net`, and the steps that are taken with it."""
+    """The text of a script that defines `Net`, and the steps to take with it."""
 
     seed: int
     text: str
@@ -90,7 +90,7 @@ def _class_text(chance: random.Random, drawn: list[tuple[int, Feature]]) -> str:
 
 
 def _program(chance: random.Random, names: list[str]) -> tuple[str, list[str]]:
-    """Return the text of a program of these features, and what may change in it."""
+    """Return the text of a program with these features, and its possible changes."""
     drawn = [(at, ALL[name]) for at, name in enumerate(names)]
     outside = [_numbered(one.outside, at) for at, one in drawn if one.outside]
     outside = list(dict.fromkeys(outside))
@@ -139,7 +139,7 @@ def draw(seed: int) -> Program:
 
 
 class Side:
-    """A program in a namespace of its own, with its model or a wrapper round it."""
+    """A program in its own namespace, with its model or a wrapper around it."""
 
     def __init__(self, program: Program, device_ids: list[Any] | None) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__"}
@@ -175,7 +175,7 @@ class Side:
         return [[x.grad for x in inputs], outputs]
 
     def attempt(self, step: Step, number: int) -> tuple[Any, Exception | None]:
-        """Return what a step gives, or its error; new tensors are on the device."""
+        """Return a step's result or its error; new tensors are on the device."""
         with self.device:
             return self._attempt(step, number)
 
@@ -183,7 +183,7 @@ class Side:
         for text in step.changes:
             try:
                 self.change(text)
-            except Exception as error:  # as the other side's must
+            except Exception as error:  # the other side must raise the same
                 return ("changing", type(error)), None
         try:
             return self.call(step, number), None
@@ -207,7 +207,7 @@ def _bare(value: Any) -> Any:
 
 
 def _assert_alike(mine: Any, theirs: Any, what: str) -> None:
-    """Compare what an attribute or a global holds, where it is of a plain kind."""
+    """Compare the values of an attribute or a global, if they are of a plain kind."""
     if isinstance(theirs, (torch.Tensor, np.ndarray)):
         assert_same(mine, theirs, what)
     elif isinstance(theirs, dict) and isinstance(mine, dict):
@@ -260,7 +260,7 @@ def run(program: Program, device_ids: list[Any] = CPUS) -> str | None:
     Raises
     ------
     Differs
-        With the program, and where the two parted.
+        With the program and the first difference.
     """
     plain, ours = Side(program, None), Side(program, device_ids)
     left_out = () if device_ids == CPUS else ONLY_ON_THE_CPU
@@ -288,13 +288,13 @@ def run(program: Program, device_ids: list[Any] = CPUS) -> str | None:
 
 
 def _gpus(n_gpus: int, seed: int, *options: str) -> AbstractContextManager[Any]:
-    """Return what makes that many GPUs, if any, which run late by this seed."""
+    """Return a context with that many GPUs, if any, which run late by this seed."""
     drawn = "schedule=random", "pump=1", f"seed={seed}"
     return fake_gpus.several(n_gpus, *drawn, *options) if n_gpus else nullcontext()
 
 
 def main() -> int:
-    """Draw and run programs; 1 where one went wrong."""
+    """Draw and run programs; return 1 if one went wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__ or "", formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""Whether replicas that are kept equal those that are made anew.
+"""Checks that kept replicas equal new ones.
 
     with as_new() as n_compared:
         ...  # each forward on GPUs compares all that its replicas have
 
-A kept replica must have the same names in the same order, the same tensors, and what
-stands for the same parts: anything else is left from an earlier forward, or missing.
+A kept replica must have the same names in the same order, the same tensors, and
+replicas of the same parts: anything else is missing, or left from an earlier forward.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch.nn import Module
 
 @contextlib.contextmanager
 def as_new():
-    """Compare, within this, in each forward; gives a list with an entry a replica."""
+    """Compare in each forward inside the context; yield a list, one entry a replica."""
     compared, original = [], Shells.replicas
 
     def replicas(self, parts, tensors, by_place, flat, bring):
@@ -40,7 +40,7 @@ def as_new():
 
 
 def compare(root, anew):
-    """Check a replica against one of the same tensors that was made now."""
+    """Check a replica against a new one with the same tensors."""
     kept, new = replicate.parts_of(root), replicate.parts_of(anew)
     stand_in = {id(b): a for a, b in zip(kept, new, strict=True)}
     for part, fresh in zip(kept, new, strict=True):
@@ -52,7 +52,7 @@ def compare(root, anew):
 
 
 def same(kept, new, stand_in, where):
-    """Check a value: the same object, or what stands for the same."""
+    """Check a value: the same object, or a replica of the same."""
     if kept is new:
         return
     assert type(kept) is type(new), where

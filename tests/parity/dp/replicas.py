@@ -1,13 +1,13 @@
-"""What the tests of DataParallel share: exact data, and a module beside its twin.
+"""Shared by the tests of DataParallel: exact data, and a module with its twin.
 
     twin = Twin(wrap, integer_weights(nn.Linear(3, 2)))
     twin.step(lambda model, x: model(x).square().sum(), integers(7, 3))
 
 takes one step on the plain module and one on its copy behind a wrapper, and compares
 outputs, gradients and buffers.  Weights and data are small integers in float64, so
-every sum is exact in any order and "the same" is equality; where a test computes what
-is not exact it says `exact=False`: 1e-12, relative to the largest number of the tensor.
-Seven rows on two replicas are four and three: no half passes for the other.
+every sum is exact in any order and results must be equal.  If results cannot be exact,
+a test passes `exact=False`: 1e-12, relative to the largest number of the tensor.  Seven
+rows on two replicas are four and three: so no half can pass for the other.
 """
 
 import contextlib
@@ -29,26 +29,26 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 F64 = {"dtype": torch.float64}
-RELATIVE = 1e-12  # float64, sums of some hundred numbers taken in another order
+RELATIVE = 1e-12  # float64, sums of some hundred numbers in another order
 
 
 # ---- data ---------------------------------------------------------------------------
 
 
 def integers(*shape, seed=0, dtype=torch.float64, low=-3, high=3):
-    """Return small integers that depend on the seed and the shape alone."""
+    """Return small integers that depend only on the seed and the shape."""
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
     return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
 
 
 def reals(*shape, seed=0):
-    """Return normal numbers in float64 that depend on the seed and the shape alone."""
+    """Return normal numbers in float64 that depend only on the seed and the shape."""
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def integer_weights(module, seed=0, dtype=torch.float64):
-    """Give a module a dtype, and weights that are small integers; return it."""
+    """Set a module's dtype, and weights that are small integers; return it."""
     module.to(dtype)
     with torch.no_grad():
         for number, p in enumerate(module.parameters()):
@@ -100,7 +100,7 @@ def graphs_of(out):
 
 
 def bare(model):
-    """Return the module, whether it is behind a wrapper or not."""
+    """Return the module itself, with or without a wrapper."""
     return getattr(model, "module", model)
 
 
@@ -110,10 +110,10 @@ def here(model, x):
 
 
 def moved(module, device):
-    """Return a module, moved to a device: its parameters stay the same objects.
+    """Return a module, moved to a device; its parameters stay the same objects.
 
-    So it is with `to()` and the GPUs that torch knows.  Buffers that parts share stay
-    shared, and so do gradients that they require.
+    So does `to()` with GPUs of torch.  Buffers that parts share stay shared, and so do
+    gradients that they require.
     """
     parts = list(module.modules())
     if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
@@ -136,7 +136,7 @@ def moved(module, device):
 
 
 def _there(parameter, device):
-    """Return a parameter with its memory on a device: itself, if torch lets it."""
+    """Return a parameter with its memory on a device: itself, if torch allows it."""
     copy_ = leaf(parameter.to(device), like=parameter)
     made = torch.Tensor._make_subclass(type(parameter), copy_, copy_.requires_grad)
     vars(made).update(vars(parameter))
@@ -173,9 +173,9 @@ class Wrap:
         return list(range(n)) if self.is_gpu else ["cpu"] * n
 
     def __call__(self, module, n=2, kind=paceline.DataParallel, **options):
-        """Return the module behind a wrapper of n replicas, of a class of its own.
+        """Return the module behind a wrapper of class `kind`, with n replicas.
 
-        It comes to the device of replica 0; inputs may be on the CPU.
+        It moves to the device of replica 0; inputs may be on the CPU.
         """
         options = {"device_ids": self.devices(n), **options}
         if self.is_gpu:
@@ -248,7 +248,7 @@ def assert_same_state(mine, theirs, what="", *, exact=True):
     """Check the parameters and buffers of two modules."""
     ours = bare(mine).state_dict()
     for name, tensor in bare(theirs).state_dict().items():
-        if isinstance(tensor, torch.Tensor):  # a quantised module has other things
+        if isinstance(tensor, torch.Tensor):  # a quantised module has other entries
             assert_close(ours[name], tensor, f"{what} {name}", exact=exact)
 
 
@@ -272,7 +272,7 @@ class Twin:
     def run(self, function, *tensors):
         """Return [plain's, ours] of `function(model, *leaves)`, each with its own.
 
-        Constants come from replicas as lists: ours are said once where all are alike.
+        Replicas return constants as lists: equal ones are reduced to one.
         """
         plain, ours = [function(m, *[leaf(t) for t in tensors]) for m in self.models]
         return [plain, alike(ours)]
@@ -301,7 +301,7 @@ class Twin:
 
 
 def alike(value):
-    """Return an output with what all replicas return alike said once: [3, 3] is 3."""
+    """Return an output with equal constants of replicas reduced to one: [3, 3] is 3."""
     if isinstance(value, torch.Tensor):
         return value
     if type(value) is list and value and not _holds_tensors(value):
@@ -333,7 +333,7 @@ def step(model, x):
 
 
 def accumulate(model, n=2, **options):
-    """Run n backwards, of batches of their own, whose gradients add up."""
+    """Run n backwards, of different batches, whose gradients add up."""
     for seed in range(n):
         step(model, integers(7, 3, seed=seed, **options)).backward()
 
@@ -365,7 +365,7 @@ def resident_bytes():
 
 @contextlib.contextmanager
 def without_collector():
-    """Free by reference counts alone: what is garbage before is collected first."""
+    """Free by reference counts alone; collect earlier garbage first."""
     gc.collect()
     gc.disable()
     try:
@@ -379,7 +379,7 @@ def linear(rows=3, columns=3):
 
 
 class Parent(nn.Module):
-    """Something round a model: torch refuses functional calls of a wrapper itself."""
+    """A module around a model: torch refuses functional calls of a wrapper itself."""
 
     def __init__(self, inner):
         super().__init__()
@@ -421,5 +421,5 @@ def squares_of(gradients):
 
 
 def penalty_on(model, x):
-    """Return the squares of the slope of an output by its input."""
+    """Return the sum of squares of an output's slope by its input."""
     return squares_of(slopes_of(loss_of(model(x)), [x]))

@@ -1,4 +1,4 @@
-"""Calls: where replicas run, whom they call, threads, forks, and warnings."""
+"""Calls: where replicas run, what they call, threads, forks, and warnings."""
 
 import gc
 import os
@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 @ON_EACH
 def test_replicas_on_the_cpu_run_in_the_callers_thread_with_all_of_torchs(wrap):
-    """On GPUs the first one does."""
+    """On GPUs only the first one does."""
 
     def place(m, x):
         return threading.get_ident(), torch.get_num_threads()
@@ -99,7 +99,7 @@ def test_hooks_of_parts_run_in_every_replica(wrap, kind):
 
 @ON_EACH
 def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
-    """All replicas save under them on the CPU; on GPUs replica 0 alone does."""
+    """On the CPU they apply to all replicas, on GPUs to replica 0 alone."""
     twin = Twin(wrap, net())
     packed = dict.fromkeys(twin.models, 0)
 
@@ -139,7 +139,7 @@ def test_one_tensor_as_two_arguments_is_two_elsewhere(wrap):
 
     x, ours = integers(5, 3), wrap(module(writes_the_first, layer=linear()))
     x = x.to(wrap.device())
-    ours(x, x.clone())  # whatever the first forward finds out
+    ours(x, x.clone())  # the first forward explores the model
     before = x.fill_(7).clone()
     is_zeroed = torch.arange(5, device=x.device) < (3 if wrap.is_gpu else 5)
     after = torch.where(is_zeroed[:, None], 0.0, before)
@@ -157,7 +157,7 @@ def test_the_number_of_replicas_may_change_between_calls(wrap):
 
 
 def test_gradients_cleared_between_inner_backwards_are_warned_of(wrap):
-    """Those of the other replicas are added up, as they cannot clear the module's."""
+    """The other replicas' gradients add up: they cannot clear the module's."""
 
     def descends(m, x):
         for _ in range(3):
@@ -183,7 +183,7 @@ def test_replica_0_of_a_script_shares_its_storage(wrap):
 def test_a_full_graph_of_a_wrapper_is_refused_by_the_compiler(wrap):
     torch._dynamo.reset()
     model = wrap(net())
-    model(X)  # the first call decides what dynamo is kept from
+    model(X)  # the first call decides what dynamo may not trace
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_call_in_replicas"):
         compiled(X)
@@ -202,7 +202,7 @@ def test_a_graph_outlives_its_wrapper(wrap):
         loss.backward()
     accumulate(twin.plain, 3)
     assert_same_grads(twin.inner, twin.plain)
-    for each in (twin.inner, twin.plain):  # it trains on
+    for each in (twin.inner, twin.plain):  # training goes on
         torch.optim.SGD(each.parameters(), lr=0.5).step()
         step(each, X.to(each[0].weight.device)).backward()
     assert_same_grads(twin.inner, twin.plain)
@@ -338,7 +338,7 @@ def test_no_word_is_said_where_no_gpu_was_named(monkeypatch):
         ours = paceline.DataParallel(net())
         ours(X)
         paceline.DataParallel(net(), ["cpu"])(X)
-    assert ours.device_ids == []  # as torch has it without an accelerator
+    assert ours.device_ids == []  # as in torch without an accelerator
 
 
 @pytest.fixture

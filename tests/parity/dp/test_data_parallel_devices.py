@@ -1,6 +1,6 @@
-"""The simulated devices of torch (support/devices) are what the other tests need.
+"""The simulated devices of torch (support/devices) meet the other tests' needs.
 
-That models train there as on the CPU is what the programs show.
+The programs show that models train there as on the CPU.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Random programs do the same with replicas as with the plain module.
 
-Sixty of them on the CPU, and on 2 to 4 GPUs, always the same; `make fuzz-dp` draws as
-many others as you like.
+Sixty fixed programs run on the CPU, and on 2 to 4 GPUs; `make fuzz-dp` draws any number
+of others.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def test_drawn_programs_do_as_the_plain_module():
 
 
 def test_drawn_programs_do_as_the_plain_module_on_gpus():
-    """With peer access and without; as late as can be, and at drawn times."""
+    """With and without peer access; as late as possible, and at drawn times."""
     begin = FIRST_SEED + N_PROGRAMS
     for seed in range(begin, begin + N_PROGRAMS):
         n_gpus = 2 + seed % 3
@@ -39,13 +39,13 @@ def test_drawn_programs_do_as_the_plain_module_on_gpus():
 
 
 def test_each_change_of_each_feature_is_followed():
-    """On GPUs, but for those that torch lets no device make."""
+    """On GPUs, except for changes that torch refuses on devices."""
     with fake_gpus.several(3, "peers=0"), as_new():
         errors = [run(program, [0, 1, 2]) for program in each_change()]
     for program in each_change():
         if any(word in str(program) for word in ONLY_ON_THE_CPU):
             run(program)
-    assert errors.count("TypeError") == 3  # of None + a tensor
+    assert errors.count("TypeError") == 3  # from None + a tensor
     assert set(errors) == {None, "TypeError"}
 
 

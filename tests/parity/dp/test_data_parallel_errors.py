@@ -1,4 +1,4 @@
-"""What a replica raises is raised in the caller, who may then go on."""
+"""The caller gets the exceptions of replicas, and may go on."""
 
 import re
 import signal
@@ -14,11 +14,11 @@ BAD = 77.0
 
 
 class OwnError(Exception):
-    """An exception of the user's own."""
+    """A user's exception."""
 
 
 class PickyError(Exception):
-    """An exception that a message alone does not make."""
+    """An exception that cannot be constructed from a message alone."""
 
     def __init__(self, code, reason):
         super().__init__(f"{reason} ({code})")
@@ -26,7 +26,7 @@ class PickyError(Exception):
 
 
 class KeywordError(Exception):
-    """Can be made by a keyword alone."""
+    """An exception that is constructed by keyword only."""
 
     def __new__(cls, *, code):
         return super().__new__(cls, code)
@@ -36,7 +36,7 @@ class KeywordError(Exception):
 
 
 class WordyError(Exception):
-    """An exception that writes its message itself."""
+    """An exception that computes its message."""
 
     def __str__(self):
         return "always the same"
@@ -56,8 +56,8 @@ def out_of_list(row):
         raise OwnError(f"row {row}") from error
 
 
-# name: (makes an error for the number of the bad row, or raises it; its type in the
-# caller; words of it)
+# name: (makes or raises an error for the number of the bad row; its type in the caller;
+# a pattern of its message)
 KINDS = {
     "own": (lambda row: OwnError(f"row {row}"), OwnError, "row [5]"),
     "key": (lambda row: KeyError(f"row {row}"), KeyError, "row [5]"),
@@ -88,7 +88,7 @@ KINDS = {
 
 
 def fragile(m, x, kind="own"):
-    """Raise where a row is bad; row 5 says 5 in its second column."""
+    """Raise if a row is bad; row 5 has a 5 in its second column."""
     out = m.layer(x)
     bad = (x[:, 0] == BAD).nonzero()
     if len(bad):
@@ -108,7 +108,7 @@ def batch(*rows):
 
 
 def check_next(twin):
-    """Check that a wrapper works that has just failed."""
+    """Check that a wrapper works after a failure."""
     for _ in range(2):
         twin.zero()
         twin.step(step, X.clone().requires_grad_())

@@ -1,4 +1,4 @@
-"""Replicas on GPUs: which devices, what goes wrong, how they end.
+"""Replicas on GPUs: their devices, failures, and end.
 
 The devices are simulated: see support/fake_gpus.py.
 """
@@ -190,7 +190,7 @@ def test_a_call_of_the_driver_that_fails_is_an_error_and_the_next_one_works(wrap
         for nth in range(1, 40, 3):
             fake.fake_fail(name.encode(), nth, 999)
             with pytest.raises(OSError, match="CUDA error 999"):
-                train(40)  # it may be a later step's call
+                train(40)  # a later step may make that call
             train()
             twin.assert_same(exact=False)
 
@@ -223,7 +223,7 @@ def test_gpus_that_get_other_bytes_than_were_sent_are_one_clear_error():
 
 
 class WrongKernels:
-    """A native group whose kernels bring nothing."""
+    """A native group whose kernels copy nothing."""
 
     def __init__(self, devices):
         self.native = DeviceGroup(devices)

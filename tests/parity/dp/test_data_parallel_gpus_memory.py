@@ -1,7 +1,7 @@
-"""What replicas on GPUs compute with: blocks of memory, for how long, at what cost.
+"""The memory of replicas on GPUs: its blocks, their lifetime, their cost.
 
-Parameters and buffers of a replica lie in blocks that each forward brings up to date.
-What graphs have saved, and tensors that users keep, are views of those blocks.
+Parameters and buffers of a replica lie in blocks that each forward updates.  Tensors
+that graphs have saved, or that users keep, are views of those blocks.
 """
 
 import copy
@@ -51,7 +51,7 @@ def norm_net():
 
 @pytest.fixture(params=[(2, ()), (3, ("peers=0",))], ids=["2", "3"])
 def n_gpus(request):
-    """Return how many GPUs there are, which reach one another or do not."""
+    """Return the number of GPUs, with or without peer access."""
     n_gpus, options = request.param
     with fake_gpus.several(n_gpus, *options):
         yield n_gpus
@@ -59,7 +59,7 @@ def n_gpus(request):
 
 @pytest.fixture
 def wrap(n_gpus):
-    """Return a function that wraps a module for all GPUs that there are."""
+    """Return a function that wraps a module for all GPUs."""
     return lambda made, _=2, **options: Wrap(is_gpu=True)(made, n_gpus, **options)
 
 
@@ -126,7 +126,7 @@ def test_replicas_in_circles_do_not_take_ever_more_memory(wrap, monkeypatch, is_
     made = module(lambda m, x: m.circle[0].inner(x), inner=smooth_net())
     made.circle = [made]
     ours, kept, collect = wrap(made), [], gc.collect
-    if is_old:  # they have outlived collections, so that one of the young frees none
+    if is_old:  # they outlived collections, so a collection of the young frees none
         old = {"collect": lambda generation: generation == 2 and collect()}
         monkeypatch.setattr(segments, "gc", SimpleNamespace(**old))
     with without_collector(), torch.no_grad():
@@ -228,7 +228,7 @@ def test_an_evaluation_within_one_autocast_does_not_grow(wrap):
         before = resident_bytes()
         for _ in range(30):
             model(x)
-        assert resident_bytes() - before < 60e6  # of 120 MB that casts would be
+        assert resident_bytes() - before < 60e6  # casts would take 120 MB
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -319,7 +319,7 @@ def test_a_table_that_a_forward_keeps_is_on_each_gpu_in_the_next(wrap, n_gpus, k
     expected, table = ours(X), ours.module.table
     seen.clear()
     assert_same(ours(X), expected)
-    n_kept = 1 if kind == "gpu" else n_gpus  # what is on no GPU stays where it is
+    n_kept = 1 if kind == "gpu" else n_gpus  # tensors outside the GPUs stay there
     assert [kept is table for kept in seen].count(True) == n_kept
     assert all(torch.equal(kept.cpu(), table.cpu()) for kept in seen)
     assert len(seen) == n_gpus
@@ -374,19 +374,19 @@ def test_a_device_without_memory_is_an_error_and_the_next_step_is_whole(
 
 
 # ---- hooks on saved tensors ---------------------------------------------------------
-# Replica 0 alone has them: a backward on several GPUs has a thread for each, and those
-# would call the hooks side by side.
+# They apply to replica 0 alone: a backward on several GPUs has a thread for each, and
+# these threads would call the hooks in parallel.
 
 
 class Nothing(TorchDispatchMode):
-    """Sees each operation, and does nothing about it."""
+    """Sees each operation, and changes nothing."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
 def draws():
-    """Return a layer and random numbers of the CPU, for which replicas run in order."""
+    """Return a layer with random numbers of the CPU, so that replicas run in order."""
 
     def forward(m, x):
         return (m.layer(x).tanh() * torch.rand(len(x), 1).to(x)).square()
@@ -399,7 +399,7 @@ def draws():
 def test_hooks_on_saved_tensors_see_those_of_replica_0(wrap, n_gpus, make, mode):
     plain, ours = make(), wrap(make())
     rows = grown(X.tensor_split(n_gpus)[0])
-    for _ in range(3):  # in order at first
+    for _ in range(3):  # replicas run in order at first
         found = [], []
         for model, x, seen in zip((plain, ours), (rows, grown()), found, strict=True):
             torch.manual_seed(0)
@@ -408,14 +408,14 @@ def test_hooks_on_saved_tensors_see_those_of_replica_0(wrap, n_gpus, make, mode)
             )
             with mode(), hooks:
                 model(x)
-                X.clone().requires_grad_().tanh()  # they are on behind the call
+                X.clone().requires_grad_().tanh()  # hooks are still on after the call
         assert found[0]
         assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_saved_tensor_changed_in_place_is_an_error_under_hooks(wrap, member):
-    """Of replica 0 the hooks have it, which torch trusts."""
+    """Replica 0's goes to the hooks, whose result torch trusts."""
     if member and torch_modes._top_hooks is None:
         pytest.skip("this torch cannot be asked for hooks: others are put over them")
     kept = []
@@ -444,7 +444,7 @@ def test_a_saved_tensor_changed_in_place_is_an_error_under_hooks(wrap, member):
 def test_a_checkpoint_needs_no_random_numbers_of_other_gpus(
     wrap, n_gpus, is_checkpointed
 ):
-    """As of the generators of GPUs but the first: rows of replica 0 begin with zero."""
+    """As from generators of GPUs other than the first: replica 0 draws only zeros."""
     draws = {}
 
     def drifts(m, x):

@@ -1,7 +1,7 @@
-"""Which streams what DataParallel does on GPUs is put into.
+"""The streams that DataParallel uses on GPUs.
 
-Streams are current by thread, as torch has them, and they are numbers alone: what the
-native side is asked for is noted, then done on default streams.
+As in torch, each thread has current streams; here they are only numbers.  Calls of the
+native side are noted, then run on default streams.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def current(machine):
 
 
 class Native:
-    """Stands before a group's native side."""
+    """Wraps a group's native side."""
 
     def __init__(self, native, machine, noted):
         self._native, self._machine, self._noted = native, machine, noted
@@ -38,7 +38,7 @@ class Native:
         return Sum(self._native.gradient_sum(*arguments), self.note_one)
 
     def note_one(self, name, stream, member):
-        """Note a call that is given the stream of one member."""
+        """Note a call with the stream of one member."""
         now, device = current(self._machine)
         assert stream == now[member]
         self._noted.append(Noted(name, now, device))
@@ -55,7 +55,7 @@ class Native:
 
 
 class Sum:
-    """Stands before what adds up the gradients of a segment."""
+    """Wraps the sum of a segment's gradients."""
 
     def __init__(self, native, note):
         self._native, self._note = native, note
@@ -80,7 +80,7 @@ def machine():
 
 
 class Net(nn.Module):
-    """Parameters in segments and by themselves, and a buffer."""
+    """Parameters inside and outside segments, and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -91,14 +91,14 @@ class Net(nn.Module):
         self.seen = []
 
     def forward(self, x, i):
-        # `seen` is one list of all replicas
+        # all replicas share the list `seen`
         self.seen.append(self.where())
         return self.layers(x + self.table(i)) * self.scale
 
 
 @pytest.fixture
 def net(machine):
-    """Return a wrapper, what its native side is asked for, and the plain module."""
+    """Return a wrapper, the calls of its native side, and the plain module."""
     plain, ours = Net(), Wrap(is_gpu=True)(Net(), N)
     Net.where = lambda self: current(machine)
     noted = []
@@ -113,7 +113,7 @@ def inputs():
 
 @contextlib.contextmanager
 def chosen(machine):
-    """Have other streams be current than those that a thread begins with."""
+    """Make streams current that differ from a new thread's."""
     with contextlib.ExitStack() as stack:
         for index in (2, 1, 0):
             stack.enter_context(machine.on(index, 700 + index))
@@ -121,7 +121,7 @@ def chosen(machine):
 
 
 def check(noted, streams, *names):
-    """Check what was asked for, and on which streams; return the current devices."""
+    """Check the noted calls and their streams; return the current devices."""
     assert {note.name for note in noted} == set(names)
     assert {note.streams for note in noted} == {streams}
     return {note.device for note in noted}

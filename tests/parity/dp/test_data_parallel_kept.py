@@ -1,8 +1,8 @@
-"""Replicas on GPUs that are kept from forward to forward: equal to new ones, for whom.
+"""Replicas on GPUs that are kept from forward to forward equal new ones.
 
-Each row has a forward change its replicas, or hold what they have; every forward
-compares its replicas with new ones (`kept.as_new`).  Changes between forwards are those
-of the drawn programs.
+In each row a forward changes its replicas, or keeps references to their contents; every
+forward compares its replicas with new ones (`kept.as_new`).  The drawn programs make
+changes between forwards.
 """
 
 import gc
@@ -21,7 +21,7 @@ X = integers(7, 3)
 
 
 class Net(nn.Module):
-    """Layers, and attributes of all kinds that a replica has its own of, or shares."""
+    """Layers, and attributes of all kinds that replicas own or share."""
 
     def __init__(self):
         super().__init__()
@@ -32,11 +32,11 @@ class Net(nn.Module):
         self.empty, self.apart, self.table = [], ([],), torch.arange(3.0)
         self.tables, self.cast = [self.table], partial(torch.Tensor.to)
         self.register_buffer("scale", torch.ones(3))
-        self.inside = None  # what forward does besides
+        self.inside = None  # what else forward does
         self.double()
 
     def note(self, *_):
-        """Stand for a hook."""
+        """Serve as a hook."""
 
     def forward(self, x):
         if self.inside is not None:
@@ -54,7 +54,7 @@ def swap(m, name, value):
 
 
 class Hold:
-    """Keeps what one replica has."""
+    """Keeps something of one replica."""
 
     def __init__(self, what):
         self.what, self.kept = what, []
@@ -166,7 +166,7 @@ def test_what_a_forward_does_to_a_replica_is_gone_in_the_next(
     first = members_after_a_step(ours)
     ours.module.inside = lambda m: inside(m) if hasattr(m, "_is_replica") else None
     take_steps(ours, 3)
-    has_others = "child set" in request.node.name  # what may be held is not counted
+    has_others = "child set" in request.node.name  # those are not counted
     assert (members(ours) == first) is not has_others
     assert len(compared) == 4 * (N - 1)
 
@@ -225,7 +225,7 @@ def test_replicas_are_made_once(compared):
     take_steps(ours, 5)
     ours.eval()
     with torch.no_grad():
-        ours(X[:2])  # one replica less
+        ours(X[:2])  # one replica fewer
         ours(X)
     assert members(ours) == first
     shell = first[0].shells[0]

@@ -1,4 +1,4 @@
-"""What holds round a call holds inside it: grad mode, autocast, training, weights."""
+"""A call keeps the caller's state: grad mode, autocast, training, weights."""
 
 import contextlib
 import contextvars
@@ -26,7 +26,7 @@ TINY = torch.full((1,), 1e-310, dtype=torch.float64)  # a denormal number
 
 
 class Weather(nn.Module):
-    """Says what it sees round itself."""
+    """Returns the state that it sees."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ def look(model, x=X):
 
 
 def autocast(*args, **options):
-    """Return the autocast of the devices that there are now."""
+    """Return the autocast of the present devices."""
     kind = devices.KIND if devices.native.visible else "cpu"
     return torch.autocast(kind, *args, **options)
 
@@ -111,7 +111,7 @@ def test_what_holds_round_a_call_holds_inside(wrap, surrounding, needs_grad):
     twin = Twin(wrap, integer_weights(Weather(), dtype=torch.float32))
     x = integers(7, 3, dtype=torch.float32).requires_grad_(needs_grad)
     plain = moved(twin.plain, wrap.device())
-    look(twin.ours, x)  # so that the next surrounding is another
+    look(twin.ours, x)  # so that the next surroundings differ
     with surrounding():
         theirs, expected, _ = plain(x.to(wrap.device()))
         mine, seen = look(twin.ours, x)
@@ -160,7 +160,7 @@ def test_autocast_gives_the_plain_dtypes_and_gradients(wrap):
         return low.float().sum() + high.sum()
 
     x = integers(7, 3, dtype=torch.float32, low=-1, high=1).requires_grad_()
-    for _ in range(3):  # casts of weights are cached: not for longer than they last
+    for _ in range(3):  # cached casts of weights live no longer than the weights
         twin.zero()
         twin.step(loss, x)
         for model in (twin.plain, twin.inner):
@@ -212,7 +212,7 @@ class Doubles(TorchFunctionMode):
 
 
 class DoublesBelow(TorchDispatchMode):
-    """The same, below autograd."""
+    """Does the same, below autograd."""
 
     calls = 0
     relu = torch.ops.aten.relu.default

@@ -15,7 +15,7 @@ DEPTH, WIDTH, TAIL = 10, 16, 2
 
 
 class InStep(torch.autograd.Function):
-    """Notes the backward of a layer, on each device once all have come to it."""
+    """Notes the backward of a layer on each device, once all have reached it."""
 
     @staticmethod
     def forward(ctx, x, layer, meet):
@@ -29,7 +29,7 @@ class InStep(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Layers whose weights have a segment each; biases come together behind them."""
+    """Layers whose weights have a segment each; one more segment has all biases."""
 
     def __init__(self, meet):
         super().__init__()
@@ -81,8 +81,8 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
     begun = [i for i, it in enumerate(log) if it[0] == "begin"]
     collected = [it[1] for it in log[last:] if it[0] == "collect"]
     assert len(begun) == DEPTH + 1
-    # All but those of the first layer, and of the biases, which end with it.
+    # All but those of the first layer, and of the biases, which are complete with it.
     assert sum(i < last for i in begun) >= DEPTH - 1
-    # Member 0's stream waits for none of them before the end.
+    # Member 0's stream waits for no sum before the end.
     assert len(collected) == DEPTH + 1
     assert len({it[1] for it in log if it[0] == "begin"}) <= n - 1  # never member 0

@@ -1,6 +1,6 @@
-"""Each program of the table does with replicas what the plain module does.
+"""Each program of the table does the same with replicas as with the plain module.
 
-Replicas, which are kept from forward to forward, equal new ones in each forward.
+Replicas are kept from forward to forward, and equal new ones in each.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Random numbers: a replica has its own, the user's go on, and runs can be repeated."""
+"""Random numbers: each replica has its own, the user's go on, and runs repeat."""
 
 import functools
 import random
@@ -20,7 +20,7 @@ BOTH_KINDS = pytest.mark.parametrize(
 
 
 def dropped():
-    """Return what drops in two places; weights of 2 tell kept zeros from dropped."""
+    """Return a module with two dropouts; weights of 2 tell kept zeros from dropped."""
 
     def forward(m, x):
         return m.drop(m.drop(x) * m.scale)
@@ -40,7 +40,7 @@ def test_dropout_is_repeatable_by_the_seed(wrap):
         torch.manual_seed(seed)
         return [ours(ONES).split(2) for _ in range(2)]
 
-    ours(ONES)  # whatever was drawn before
+    ours(ONES)  # numbers drawn before do not matter
     first, again, other = outputs(5), outputs(5), outputs(6)
     assert_same(again, first)
     for masks in zip(first[0], first[1], other[0], strict=True):
@@ -185,7 +185,7 @@ shared = torch.Generator()
 
 
 def drawing(draw, **held):
-    """Return what adds a number to each row that it draws by `draw(m)`."""
+    """Return a module that adds a number from `draw(m)` to each row."""
 
     def forward(m, x):
         return x.new_full((len(x),), float(m.draw(m))) + 0 * m.weight
@@ -195,7 +195,7 @@ def drawing(draw, **held):
 
 
 def seeded(seed):
-    """Return models that draw from generators with this seed, by where these are."""
+    """Return models that draw from generators with this seed, by place of generator."""
     shared.manual_seed(seed)
     own = torch.Generator().manual_seed(seed)
     rng, plain = np.random.default_rng(seed), random.Random(seed)
@@ -237,7 +237,7 @@ def test_a_generator_that_is_drawn_from_later_is_drawn_from_in_order(wrap):
 
 @ON_EACH
 def test_a_generator_that_each_forward_seeds_is_drawn_from_in_order(wrap):
-    """Its state is the same after a forward as before: only turns keep them apart."""
+    """Its state is the same before and after a forward: only taking turns works."""
     threads = set()
 
     def draw(m):
@@ -262,7 +262,7 @@ DRAWS = {
 @pytest.mark.parametrize("kind", DRAWS)
 @ON_EACH
 def test_replicas_take_turns_at_a_generator(wrap, kind):
-    """Once they are told to draw; replica 0 may be late for that."""
+    """From the time they may draw; replica 0 may be late then."""
 
     def forward(m, x, generator=None):
         if m.is_late and not getattr(m, "_is_replica", False):
@@ -275,7 +275,7 @@ def test_replicas_take_turns_at_a_generator(wrap, kind):
     for _ in range(2):
         ours(*arguments)
     made.is_drawing = True
-    ours(*arguments)  # on GPUs the first that draws is told of
+    ours(*arguments)  # on GPUs the first forward that draws warns
     drawn = []
     for made.is_late in (False, True, False, True):
         generator.manual_seed(0)

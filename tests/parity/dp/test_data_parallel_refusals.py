@@ -1,4 +1,4 @@
-"""What a forward or a caller must not do with replicas is one clear error."""
+"""Forbidden uses of replicas, by a forward or a caller, raise one clear error."""
 
 import pytest
 import torch
@@ -76,11 +76,10 @@ def hooked_by_a_lambda(made):
 LATE = {"size": buffer(torch.zeros(1, **F64)), "after": buffer(integers(3))}
 FROZEN = {name: parameter(b.tensor, trained=False) for name, b in LATE.items()}
 
-# name: (forward, held, init, error, words, where)
 NORM = {"norm": nn.BatchNorm1d(3).double()}
 OWN = {"layers": nn.ModuleList([linear()])}
 
-# name: (forward, held, words of the error)
+# name: (forward, held, pattern of the error)
 MUST_NOT = {
     "make a layer": (grows, OWN, "changed its"),
     "replace a parameter": (replaces, {}, "changed its parameters or modules"),
@@ -128,7 +127,7 @@ def test_a_copy_must_not_outgrow_its_place_on_a_gpu(wrap, forward, held):
 def test_a_backward_must_know_whether_the_call_that_it_repeats_was_in_a_replica(wrap):
     inner = wrap(nn.Sequential(linear(), nn.Dropout()))
     outer, x = wrap(Parent(inner)), X.clone().requires_grad_()
-    outer(x).sum().backward()  # nothing repeats it
+    outer(x).sum().backward()  # no backward repeats it
     checkpoint(inner, x, use_reentrant=True).sum().backward()
     late = checkpoint(inner, x, use_reentrant=True)
     with torch.no_grad():
@@ -169,7 +168,7 @@ def test_a_buffer_that_only_replicas_let_grow_does_no_lasting_harm(wrap):
 
 
 NO_ROWS = ValueError, "must have the same number of rows"
-# name: (arguments, error, words)
+# name: (arguments, error, pattern of the message)
 CALLS = {
     "too few columns": ((X[:, :2], X), RuntimeError, "cannot be multiplied"),
     "sizes that disagree": (
@@ -200,7 +199,7 @@ def test_a_lazy_module_works_once_it_is_initialized(wrap):
     twin = Twin(wrap, nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double())
     with pytest.raises(ValueError, match="uninitialized parameter"):
         twin.ours(X)
-    for made in (twin.plain, twin.inner):  # as the words advise
+    for made in (twin.plain, twin.inner):  # as the message advises
         made(X)
         integer_weights(made)
     twin.step(step, X)

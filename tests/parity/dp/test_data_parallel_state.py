@@ -1,4 +1,4 @@
-"""Saving, loading and copying: the wrapper, its module, their state."""
+"""Saving, loading and copying the wrapper, its module and their state."""
 
 import copy
 import io
@@ -52,7 +52,7 @@ def test_keys_of_the_state_are_those_of_torch(wrap):
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_a_state_loads_after_wrapping(wrap, prefix, assign):
     twin = Twin(wrap, Mixed())
-    twin.step(step, X)  # the replicas have seen the old state
+    twin.step(step, X)  # the replicas have copied the old state
     other = Mixed(seed=40)
     state = {f"{prefix}{k}": v.clone() for k, v in other.state_dict().items()}
     result = twin.ours.load_state_dict(state, assign=assign)
@@ -116,7 +116,7 @@ def test_copies_are_whole_and_their_own(wrap, make, has_run):
     assert type(other) is paceline.DataParallel
     assert (other.device_ids, other.dim) == (ours.device_ids, ours.dim)
     for first, second in ((ours, other), (other, ours)):
-        grow(second)  # the copy is not the original
+        grow(second)  # the copy is independent
         for model in (first, plain):
             model.zero_grad()
             step(model, X).backward()

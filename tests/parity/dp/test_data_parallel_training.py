@@ -1,4 +1,4 @@
-"""Whole trainings, step by step beside the plain module; and what they leave behind."""
+"""Whole trainings, compared step by step with the plain module; and leaks."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 N_STEPS = 10
-# Differences of one rounding grow with the steps; Adam divides by small numbers.
+# A rounding difference grows with the steps; Adam divides by small numbers.
 GROWN = 1e-9
 
 
@@ -50,7 +50,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("n", [2, 3])
 def test_trainings_go_the_plain_way(wrap, make, n):
-    """With evaluations between, clipped gradients, and both ways to clear them."""
+    """With evaluations between steps, clipped gradients, both ways to clear them."""
     twin = Twin(wrap, smooth_net(), n)
     optimizers = [make(model.parameters()) for model in twin.models]
     for step in range(N_STEPS):
@@ -72,7 +72,7 @@ def test_trainings_go_the_plain_way(wrap, make, n):
 
 
 def test_a_loader_gradient_scaler_and_autocast_work_together(wrap):
-    """Sixteen bits: 2e-2, what their rounding makes of a step."""
+    """The tolerance is 2e-2, the effect of 16-bit rounding on a step."""
     twin = Twin(wrap, smooth_net().float())
     data = TensorDataset(reals(22, 3).float(), reals(22, 2).float())
     for model in twin.models:
@@ -139,12 +139,12 @@ def test_graphs_leave_no_memory_behind(wrap, end):
 
 
 class Token:
-    """Lives as long as the node of a graph that holds it."""
+    """Lives as long as the graph node that holds it."""
 
 
 @ON_EACH
 def test_outputs_and_graphs_are_freed_at_once(wrap):
-    """By reference counts: with the collector off, nothing may wait for it."""
+    """By reference counts alone: the collector is off."""
     ours = wrap(smooth_net())
     x = reals(7, 3)
     ours(x)
@@ -178,7 +178,7 @@ class Held(torch.autograd.Function):
 
 
 def counting(m, x):
-    """Tell with each row how many graphs are alive."""
+    """Return with each row how many graphs are alive."""
     return m.power(Held.apply(x) + x), torch.full((len(x), 1), float(len(alive)))
 
 
@@ -190,13 +190,13 @@ def test_graphs_of_gradients_are_freed_with_the_callers(wrap):
         out, count = ours(x)
         counts.append(count[-1].item())
         slope, value = x, loss_of(out)
-        for _ in range(step):  # orders of which some are thrown away
+        for _ in range(step):  # some orders are thrown away
             (slope,) = slopes_of(value, [x])
             value = slope.square().sum()
         if step % 2:
             value.backward()
         del out, count, slope, value, x
-    # A thread of torch's may be about to let go of what it has computed last.
+    # A thread of torch may still hold its last result for a moment.
     assert max(counts) <= (4 if wrap.is_gpu else 2), counts
 
 

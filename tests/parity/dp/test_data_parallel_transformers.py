@@ -1,8 +1,8 @@
-"""Models of transformers on two CPU replicas, beside the plain module.
+"""Models of transformers on two CPU replicas, compared with the plain module.
 
-Tiny configurations with random weights: nothing is downloaded.  Losses are computed of
-the outputs, over all rows, so that they are the plain module's; sums are taken in
-another order, so what is compared may differ in the last bits (float64, 1e-12).
+Tiny configurations with random weights: nothing is downloaded.  Losses are computed
+from the outputs, over all rows, so they are the plain module's.  Sums are taken in
+another order, so results may differ in the last bits (float64, 1e-12).
 """
 
 from functools import partial
@@ -57,7 +57,7 @@ def sentences(step, rows=5):
 
 
 def loss_of(out, words):
-    """Return a loss of all that an output has of gradients, over all rows."""
+    """Return a loss of all differentiable parts of an output, over all rows."""
     loss = F.cross_entropy(out.logits.flatten(0, 1), words.flatten())
     for name in ("hidden_states", "attentions", "router_logits"):
         for number, tensor in enumerate(getattr(out, name, None) or ()):
@@ -66,7 +66,7 @@ def loss_of(out, words):
 
 
 def by_row(out):
-    """Return an output without caches and means, which are one a replica."""
+    """Return an output without caches and means, of which each replica has one."""
     names = [name for name in out if name not in ("aux_loss", "past_key_values")]
     return type(out), {name: out[name] for name in names}
 
@@ -76,7 +76,7 @@ def joined(tensors):
 
 
 def assert_same_training(twin):
-    """Compare gradients and weights, by the scale of the largest of them."""
+    """Compare gradients and weights, relative to the largest of them."""
     plain, ours = [list(model.parameters()) for model in twin.models]
     assert_close(joined(ours), joined(plain), "weights", exact=False)
     grads = [joined(p.grad for p in each) for each in (ours, plain)]

@@ -1,9 +1,9 @@
-"""Several devices of torch on a machine that has no GPU: `torch.device("gpu", 1)`.
+"""Several devices of torch on a machine without a GPU: `torch.device("gpu", 1)`.
 
-    devices.load()    in a process that has run no backward so far
-    devices.show(2)   there are two from now on
+    devices.load()    in a process that has not run a backward yet
+    devices.show(2)   two devices exist from now on
 
-They are true devices (`devices.cpp`): autograd has a thread for each, and an operation
+They are real devices (`devices.cpp`): autograd has a thread for each, and an operation
 on tensors of two of them is an error.  Their memory is the host's, and the CPU's
 kernels compute, so results have the CPU's bits.
 
@@ -33,7 +33,7 @@ _SOURCES = ["devices.cpp", "operation.cpp"]
 
 
 class Native:
-    """The library, once it is loaded; `visible` is how many devices there are now."""
+    """The loaded library; `visible` is the present number of devices."""
 
     library: Any = None
     visible = 0
@@ -49,7 +49,7 @@ def compiler() -> str | None:
 
 
 def load() -> bool:
-    """Have torch know the devices; tell whether it does: it takes a compiler."""
+    """Load the devices into torch; return whether that worked: it needs a compiler."""
     if native.library is None and compiler() is not None:
         loaded = ctypes.CDLL(str(_built()))
         loaded.devices_stream.restype = ctypes.c_int64
@@ -60,7 +60,7 @@ def load() -> bool:
 
 
 def show(n_devices: int) -> None:
-    """Have so many devices, or none."""
+    """Show this many devices, or none."""
     if native.library is None:
         pytest.skip("devices of torch need g++, and load() before the first backward")
     if n_devices and not hasattr(torch, KIND):
@@ -70,7 +70,7 @@ def show(n_devices: int) -> None:
 
 
 def _introduce() -> None:
-    """Give the devices their name, and Python's side of them."""
+    """Give the devices their name and their Python side."""
     from support.devices import face
 
     torch.utils.rename_privateuse1_backend(KIND)
@@ -85,7 +85,7 @@ def _introduce() -> None:
 
 
 def _built() -> Path:
-    """Return the library, built if there is none of these sources and this torch."""
+    """Return the library; build it if none has these sources and this torch."""
     command = _command()
     version = subprocess.run(
         [command[0], "--version"], capture_output=True, text=True, check=True
@@ -104,7 +104,7 @@ def _built() -> Path:
 
 
 def _command() -> list[str]:
-    """Return how the library is built, but for its name."""
+    """Return the command that builds the library, without the library's name."""
     torchs = Path(torch.__file__).parent
     includes = [torchs / "include", torchs / "include/torch/csrc/api/include"]
     abi = int(torch.compiled_with_cxx11_abi())

@@ -1,12 +1,12 @@
 /* devices.cpp - a backend of torch with several devices whose memory is the host's.
  *
- * Torch takes them for accelerators: autograd has a thread for each, and every thread
- * has a current device and a current stream on each.  Streams are numbers, and all work
- * is done at once, so events are over when they are recorded.
+ * Torch treats them as accelerators: autograd has a thread for each, and every thread
+ * has a current device, and a current stream on each device.  Streams are numbers.  All
+ * work is done at once, so events are complete when they are recorded.
  *
- * An operation runs by the CPU's kernel, on CPU tensors over the memory of the devices'
- * tensors (operation.h).  So results have the CPU's bits, and what a kernel writes,
- * says its schema so or not, is written where it belongs.
+ * An operation runs the CPU's kernel, on CPU tensors over the memory of the devices'
+ * tensors (operation.h).  So results have the CPU's bits, and every write of a kernel,
+ * declared in its schema or not, reaches the right memory.
  */
 #include "operation.h"
 
@@ -53,7 +53,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
         current = device.index();
     }
-    /* Asked for once, by the first backward: it starts so many threads. */
+    /* Called once, by the first backward, which starts as many threads. */
     DeviceIndex deviceCount() const noexcept override { return N_DEVICES; }
     c10::Stream getStream(Device device) const override
     {
@@ -80,7 +80,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void record(void **event, const c10::Stream &, const DeviceIndex,
                 const c10::EventFlag) const override
     {
-        *event = &streams; /* any event is over already */
+        *event = &streams; /* any event is already complete */
     }
     void block(void *, const c10::Stream &) const override {}
     void recordDataPtrOnStream(const c10::DataPtr &, const c10::Stream &) const override
@@ -110,7 +110,7 @@ struct HostMemory final : c10::Allocator {
 HostMemory memory;
 REGISTER_ALLOCATOR(kPrivateUse1, &memory);
 
-/* As the CPU's, of another device. */
+/* The CPU's generator, on another device. */
 struct Randoms final : CPUGeneratorImpl {
     Randoms(DeviceIndex index, uint64_t seed) : CPUGeneratorImpl(seed)
     {
@@ -124,7 +124,7 @@ struct Randoms final : CPUGeneratorImpl {
     }
 };
 
-Generator generators[N_DEVICES]; /* of each device, made by Python */
+Generator generators[N_DEVICES]; /* by device; made in Python */
 
 struct Hooks final : PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
@@ -165,7 +165,7 @@ struct Hooks final : PrivateUse1HooksInterface {
 Hooks hooks;
 const bool is_registered = (RegisterPrivateUse1HooksInterface(&hooks), true);
 
-/* ---- what has no kernel on the CPU ---------------------------------------------- */
+/* ---- operations without a kernel on the CPU ------------------------------------- */
 
 Tensor copy_from(const Tensor &from, const Tensor &to, bool)
 {
@@ -231,7 +231,7 @@ void record_stream(Tensor &, c10::Stream)
 {
 }
 
-/* Without memory, as the CPU has it, it would be a tensor of this backend no more. */
+/* The CPU's result has no memory, and so could not become a tensor of this backend. */
 Tensor zeros(c10::SymIntArrayRef size, std::optional<ScalarType> dtype,
              std::optional<Layout> layout, std::optional<Device> device,
              std::optional<bool> is_pinned)
@@ -243,7 +243,7 @@ int64_t choose_attention(const Tensor &, const Tensor &, const Tensor &,
                          const std::optional<Tensor> &, double, bool,
                          std::optional<double>, bool)
 {
-    return 0; /* by plain operations */
+    return 0; /* plain operations */
 }
 
 const auto boxed = [] { return torch::CppFunction::makeFromBoxedFunction<&run>(); };
@@ -258,7 +258,7 @@ TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m)
     m.fallback(boxed());
 }
 
-/* Torch would run these by parts, each of them by the fallback. */
+/* Else torch would run each of these in parts, and each part by the fallback. */
 void run_whole(torch::Library &m, DispatchKey cpu)
 {
     for (const auto &name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -272,7 +272,7 @@ void run_whole(torch::Library &m, DispatchKey cpu)
     }
 }
 
-/* These have no backward of their own. */
+/* These have no separate backward: autograd goes through their parts. */
 void add_composites(torch::Library &m)
 {
     m.impl("dropout", &dropout);
@@ -304,7 +304,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m)
     add_composites(m);
 }
 
-/* A copy knows of conjugates; else it would be asked for one to copy from. */
+/* A copy handles conjugates itself; else torch would first make one to copy from. */
 TORCH_LIBRARY_IMPL(aten, Conjugate, m)
 {
     m.impl("_copy_from", torch::CppFunction::makeFallthrough());
@@ -320,7 +320,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m)
     m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-/* The operations that the CPU runs in lower precision, too. */
+/* The operations that autocast on the CPU also runs in lower precision. */
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m)
 {
     KERNEL_PRIVATEUSEONE(conv1d, lower_precision_fp)
@@ -352,7 +352,7 @@ c10::Allocator *devices::allocator()
     return &memory;
 }
 
-/* ---- what Python asks for ------------------------------------------------------- */
+/* ---- the interface to Python ---------------------------------------------------- */
 
 extern "C" {
 void devices_show(int n)
@@ -380,7 +380,7 @@ void devices_set_stream(int index, int64_t stream)
     streams[index] = stream;
 }
 
-/* Have a device draw from a generator of its own, of which this is the address. */
+/* Make a device draw from the generator at this address. */
 void devices_set_generator(int index, void *generator)
 {
     using Held = c10::intrusive_ptr<c10::GeneratorImpl>;

@@ -1,4 +1,4 @@
-"""What torch asks of `torch.gpu`, as it asks `torch.cuda`: the devices' face."""
+"""The Python side of the devices: the functions that torch calls on `torch.gpu`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from support.devices import native
 
-_initialized = True  # what a checkpoint looks at before it keeps a device's generator
+_initialized = True  # a checkpoint reads this before it keeps a device's generator
 
 
 def _is_in_bad_fork() -> bool:
@@ -39,7 +39,7 @@ def set_device(device: Any) -> None:
 
 @contextlib.contextmanager
 def device(device: Any) -> Iterator[None]:
-    """Have a device be the thread's current one."""
+    """Make a device the thread's current one."""
     before = current_device()
     set_device(device)
     try:
@@ -49,7 +49,7 @@ def device(device: Any) -> Iterator[None]:
 
 
 def synchronize(device: Any = None) -> None:
-    """Return at once: all work is done when it is asked for."""
+    """Return at once: each call does its work before it returns."""
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

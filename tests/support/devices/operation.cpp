@@ -1,10 +1,10 @@
-/* operation.cpp - one operation of torch, run by the CPU's kernel.
+/* operation.cpp - runs one operation of torch by the CPU's kernel.
  *
  *     device tensors -> CPU tensors over the same memory -> kernel -> device tensors
  *
- * Nothing is copied.  A result over the memory of an argument is a view of that one; a
- * result with memory of its own takes it along.  What the kernel has done to the sizes
- * or to the memory of an argument is done to the device's tensor, too.
+ * Nothing is copied.  A result over the memory of an argument is a view of that
+ * argument; a result with separate memory keeps it.  Changes that the kernel makes to
+ * sizes or memory of an argument are applied to the device's tensor, too.
  */
 #include "operation.h"
 
@@ -23,7 +23,7 @@ void let_go(void *storage)
     delete static_cast<c10::Storage *>(storage);
 }
 
-/* Return a storage over the memory of another one, which it holds. */
+/* Return a storage over the memory of another one; it keeps the other alive. */
 c10::Storage storage_over(const c10::Storage &other, Device device)
 {
     auto *held = new c10::Storage(other);
@@ -33,7 +33,7 @@ c10::Storage storage_over(const c10::Storage &other, Device device)
                         std::move(memory), ways, other.resizable());
 }
 
-/* Return the keys of a tensor on the other kind of device, all else being alike. */
+/* Return the same dispatch keys for the other kind of device. */
 DispatchKeySet other_keys(DispatchKeySet keys)
 {
     const bool is_cpu = keys.has_backend(c10::BackendComponent::CPUBit);
@@ -45,7 +45,7 @@ DispatchKeySet other_keys(DispatchKeySet keys)
            DispatchKeySet(there) | c10::getAutocastRelatedKeySetFromBackend(there);
 }
 
-/* Return a tensor that lies in a storage as another one does in its own. */
+/* Return a tensor in a storage with the sizes, strides and offset of another tensor. */
 Tensor tensor_like(const Tensor &other, c10::Storage storage)
 {
     Tensor made = at::detail::make_tensor<c10::TensorImpl>(
@@ -62,7 +62,7 @@ bool lies_alike(const Tensor &one, const Tensor &other)
            one.storage_offset() == other.storage_offset();
 }
 
-/* As on a GPU, where a kernel takes some indices from the CPU. */
+/* On a GPU too, these kernels take indices from the CPU. */
 bool takes_cpu_tensors(const std::string &name)
 {
     static const std::set<std::string> names = {
@@ -100,8 +100,8 @@ class Operation
     c10::Storage device_storage(const c10::Storage &storage);
 
     const std::string &name;
-    DeviceIndex found = -1; /* the device of the arguments so far */
-    bool has_cpu = false;   /* a tensor of the CPU is among them */
+    DeviceIndex found = -1; /* the device of the arguments so far; -1: none */
+    bool has_cpu = false;   /* one of them is on the CPU */
     std::vector<Memory> memories;
     std::vector<Pair> pairs;
 };
@@ -240,7 +240,7 @@ IValue Operation::to_device(const IValue &value)
     return list;
 }
 
-/* Do to the arguments what the kernel has done to their twins on the CPU. */
+/* Apply to the arguments what the kernel did to their twins on the CPU. */
 void Operation::write_back()
 {
     for (const Memory &memory : std::vector<Memory>(memories)) {
@@ -278,7 +278,7 @@ void Operation::write_back()
 
 /* ---- random numbers ------------------------------------------------------------- */
 
-/* A device's generator, lent to a kernel that takes the CPU's alone. */
+/* Lends a device's generator to a kernel that takes only the CPU's. */
 class Lent
 {
   public:
@@ -301,7 +301,7 @@ class Lent
 };
 } // namespace
 
-/* ---- all of it ------------------------------------------------------------------ */
+/* ---- running -------------------------------------------------------------------- */
 
 void run(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {

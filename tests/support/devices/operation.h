@@ -11,7 +11,7 @@ using namespace at;
 
 constexpr DeviceIndex N_DEVICES = 4;
 
-/* Run any operation, as torch calls a kernel for all of them. */
+/* Run any operation: torch calls this as the kernel of each. */
 void run(const c10::OperatorHandle &op, torch::jit::Stack *stack);
 
 /* Copy a tensor's values to one of the same shape, on any device. */

@@ -1,4 +1,4 @@
-"""One table of programs: each runs with a module and with replicas of it.
+"""A table of programs: each runs with a module and with replicas of it.
 
     @program(layer=linear(3, 2), n=buffer(torch.zeros(1, **F64)))
     def a_buffer_counts_calls(m, x):
@@ -6,21 +6,21 @@
         return m.layer(x) * m.n
 
 adds a row: the function is the forward of a module that holds the layer and the buffer.
-By default the row takes two training steps and an evaluation (`steps`), and what these
-return must be the plain module's, to the bit.
+By default the row takes two training steps and an evaluation (`steps`).  Their results
+must equal the plain module's to the bit.
 
     @uses(net)
     def two_forwards_go_into_one_backward(model):
         (loss_of(model(X)) + loss_of(model(X + 1))).backward()
 
-adds one for a module that there is already; the function is what is done with it, once
-with the plain module and once with a wrapper (`bare` finds the module).  What it
-returns is compared, then gradients and state.
+adds a row for an existing module.  The function is the program; it runs once with the
+plain module and once with a wrapper (`bare` returns the module).  First its result is
+compared, then gradients and state.
 
 Each row runs on two CPU replicas, on two simulated GPUs, and on three without peer
-access; `on` names others.  `in_parts`: it is compared with a plain module that runs
-each replica's rows by itself, as torch's class does (`InParts`), since a forward that
-looks at all of its rows does something else with replicas.
+access; `on` names others.  A forward that looks at all of its rows computes something
+else in replicas.  With `in_parts` it is compared with a plain module that runs each
+replica's rows separately, as torch's class does (`InParts`).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ X = integers(7, 3)
 
 @dataclass(frozen=True)
 class Row:
-    """A program; `use(model)` does it with a module that `make` makes.
+    """A program; `use(model)` runs it with a module from `make`.
 
-    `broken_on`: devices with which it does not work, with reasons.
+    `broken_on`: the devices on which it fails, with reasons.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Row:
     broken_on: dict[str, str] = field(default_factory=dict)
 
     def run(self, model: nn.Module) -> Any:
-        """Do the program with a module or a wrapper."""
+        """Run the program with a module or a wrapper."""
         if isinstance(self.use, Steps):
             return self.use(model, exact=self.exact)
         return self.use(model)
@@ -97,7 +97,7 @@ ROWS: list[Row] = []
 
 
 class Buffer(NamedTuple):
-    """A tensor that a module is to hold as a buffer."""
+    """A tensor that a module holds as a buffer."""
 
     tensor: torch.Tensor | None
     persistent: bool = True
@@ -112,7 +112,7 @@ def parameter(tensor: torch.Tensor, *, trained: bool = True) -> nn.Parameter:
 
 
 class Made(nn.Module):
-    """A module whose forward is a function of it and of its inputs."""
+    """A module whose forward calls a function with the module and the inputs."""
 
     def __init__(self, code: Callable[..., Any], held: dict[str, Any]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Made(nn.Module):
 
 
 def module(code: Callable[..., Any], init: Any = None, **held: Any) -> nn.Module:
-    """Return a module of a function, and of copies of what it is to hold."""
+    """Return a module with this forward, and copies of its parts and attributes."""
     made = Made(code, copy.deepcopy(held))
     if init is not None:
         init(made)
@@ -143,7 +143,7 @@ def batch(seed: int) -> tuple[torch.Tensor, ...]:
 
 
 def grown(x: torch.Tensor = X) -> torch.Tensor:
-    """Return a leaf of its own that requires a gradient."""
+    """Return a separate leaf that requires a gradient."""
     return x.clone().requires_grad_()
 
 
@@ -157,7 +157,7 @@ def snapshot(model: nn.Module) -> list[Any]:
 
 
 def descend(model: nn.Module, *, exact: bool) -> None:
-    """Make a step that leaves integers integers, or that is smooth in the gradient."""
+    """Make a step that keeps integers, or one that is smooth in the gradient."""
     with torch.no_grad():
         for p in bare(model).parameters():
             if p.grad is not None and p.requires_grad and p.dtype.is_floating_point:
@@ -216,11 +216,11 @@ steps = Steps
 
 # ---- rows ---------------------------------------------------------------------------
 
-OPTIONS = "on", "exact", "in_parts", "broken_on"  # those of `Row`
+OPTIONS = "on", "exact", "in_parts", "broken_on"  # fields of `Row`
 
 
 def _labelled(cases: dict[str, Any] | Iterable[Any] | None) -> dict[str, Any]:
-    """Return cases by what they add to the name of their row."""
+    """Return cases by the label that they add to the name of their row."""
     if cases is None:
         return {"": {}}
     if not isinstance(cases, dict):
@@ -229,7 +229,7 @@ def _labelled(cases: dict[str, Any] | Iterable[Any] | None) -> dict[str, Any]:
 
 
 def pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the cases of two dictionaries, each of one with each of the other."""
+    """Return all pairs of cases of two dictionaries."""
     return {f"{a}, {b}": (first[a], second[b]) for a in first for b in second}
 
 
@@ -238,9 +238,9 @@ def program(
     cases: dict[str, dict[str, Any]] | None = None,
     **given: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a row whose forward is the function, of a module that holds what is given.
+    """Add a row whose forward is the function, for a module that holds `given`.
 
-    `init` is run on each new module.  A case is more that is given, or a `use`.
+    `init` runs on each new module.  A case adds to `given`, or sets `use`.
     """
 
     def add(code: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +260,7 @@ def uses(
     cases: dict[str, Any] | Iterable[Any] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a row whose use is the function; for each case, given its value or values."""
+    """Add a row whose use is the function; with cases, a row for each one's values."""
     if isinstance(make, nn.Module):
         make = functools.partial(copy.deepcopy, make)
 
@@ -276,7 +276,7 @@ def uses(
 
 
 def _used(use: Callable[..., Any], values: tuple[Any, ...], model: nn.Module) -> Any:
-    """Call a use; with a leaf, and then return its gradient too, where it takes one."""
+    """Call a use; if it takes a leaf, pass one, and return its gradient too."""
     if "x" not in inspect.signature(use).parameters:
         return use(model, *values)
     x = grown()
@@ -288,7 +288,7 @@ def trains(
     *changes: Callable[[nn.Module], Any],
     **options: Any,
 ) -> None:
-    """Add a row for each of these modules, which take steps, one after each change."""
+    """Add a row for each of these modules; it takes a step after each change."""
     of_row = {name: options.pop(name) for name in OPTIONS if name in options}
     for name, make in modules.items():
         ROWS.append(Row(name, make, steps(*changes, **options), **of_row))
@@ -323,10 +323,10 @@ def _case(row: Row, device: str) -> Any:
 
 
 class InParts(nn.Module):
-    """A plain module that runs the rows of each of `n` replicas by themselves.
+    """A plain module that runs the rows of each of `n` replicas separately.
 
-    Replica 0 is the module, each other a copy made before, whose parameters are copies
-    in the graph: what these write is lost.
+    Replica 0 is the module.  Each other replica is a copy made before the call, whose
+    parameters are copies in the graph: what it writes is lost.
     """
 
     def __init__(self, inner: nn.Module, n: int) -> None:
@@ -363,7 +363,7 @@ def joined(outs: list[Any]) -> Any:
 
 @contextmanager
 def replicas_on(device: str) -> Iterator[list[Any]]:
-    """Have the devices that a row runs on within, and give `device_ids` of them."""
+    """Provide a row's devices inside the context; yield their `device_ids`."""
     n, options = DEVICES[device]
     if options is None:
         yield ["cpu"] * n
@@ -373,7 +373,7 @@ def replicas_on(device: str) -> Iterator[list[Any]]:
 
 
 def new_tensors(name: str, device_ids: list[Any]) -> AbstractContextManager[Any]:
-    """Have new tensors be on the current device: in a replica, on its own."""
+    """Put new tensors on the current device; in a replica, on the replica's."""
     is_here = device_ids[0] == "cpu" or makes_on_the_cpu(name)
     return nullcontext() if is_here else torch.device(devices.KIND)
 

@@ -1,4 +1,4 @@
-"""Which rows run on the CPU alone, and which make tensors there beside GPUs."""
+"""Which rows run on the CPU alone, and which make tensors there next to GPUs."""
 
 ON_THE_CPU_ALONE = {
     "torch itself fails where a gradient of torch.func goes from device to device": (
@@ -52,5 +52,5 @@ def is_on_the_cpu_alone(name: str) -> bool:
 
 
 def makes_on_the_cpu(name: str) -> bool:
-    """Tell whether a row on GPUs makes tensors that have to be on the CPU."""
+    """Tell whether a row on GPUs makes tensors that must be on the CPU."""
     return _is_among(name, NEW_TENSORS_ON_THE_CPU)

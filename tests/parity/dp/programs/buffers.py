@@ -76,7 +76,7 @@ def of_sizes(model):
 
 
 def spike(m, name, x):
-    """Have a membrane that decays, and begins with the shape of its input."""
+    """Update a membrane that decays, and that first takes the shape of its input."""
     state = getattr(m, name)
     state = (state if state.shape == x.shape else torch.zeros_like(x)) * m.rate + x
     setattr(m, name, state)

@@ -1,6 +1,6 @@
-"""What may change between two calls: every replica follows.
+"""Changes between two calls, which every replica follows.
 
-What is simpler to say as a line stands in `drawn_features.py`.
+Changes that fit on a line are in `drawn_features.py`.
 """
 
 import functools
@@ -23,7 +23,7 @@ def all_may_be_converted(model, dtype):
 
 
 class Doubled(nn.Module):
-    """A parametrization whose numbers are exact."""
+    """A parametrization with exact results."""
 
     factor = 2
 

@@ -1,4 +1,4 @@
-"""What goes wrong: the caller gets the error of the plain module, and may go on."""
+"""Failures: the caller gets the plain module's error, and may go on."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def fail(*_):
 
 
 def go_on(model):
-    """Take the steps of a wrapper that has never failed."""
+    """Take the same steps as with a wrapper that has never failed."""
     for _ in range(2):
         model.zero_grad()
         penalty_on(model, grown()).backward()
 
 
 class Failing(torch.autograd.Function):
-    """Passes on what it gets; its backward fails where told to, or at infinity."""
+    """Returns its input; its backward fails if `fails`, or at infinity."""
 
     @staticmethod
     def forward(ctx, x, fails=False):
@@ -48,7 +48,7 @@ class Failing(torch.autograd.Function):
 
 
 class Second(torch.autograd.Function):
-    """A square, of which a row of 60 breaks the second order."""
+    """A square whose second order fails at a row of 60."""
 
     @staticmethod
     def forward(ctx, x):

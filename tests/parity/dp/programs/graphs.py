@@ -1,4 +1,4 @@
-"""What is done with a graph: grad, backward, their order, threads, and what is kept."""
+"""Uses of a graph: grad, backward, their order, threads, and what is kept."""
 
 import copy
 
@@ -83,7 +83,7 @@ def an_input_changed_before_backward_is_an_error(model):
 
 @uses(smooth_net, {"copied": False, "assigned": True}, exact=False)
 def a_state_is_loaded_between_forward_and_backward(model, assign):
-    """In place is an error where a graph needs the old ones; assigned, it is not."""
+    """A copy in place is an error if a graph needs the old values; assigning is not."""
     state = {n: v * 2 for n, v in bare(model).state_dict().items()}
     out = model(grown())
     bare(model).load_state_dict(state, assign=assign)
@@ -122,7 +122,7 @@ def convolutions():
 
 @uses(convolutions, pairs(CHANGES, {"False": False, "True": True}))
 def parameters_take_another_form_between_forward_and_backward(model, change, is_kept):
-    """Of the last layer alone: what the first one needs has changed."""
+    """Only of the last layer: tensors that the first one needs have changed."""
     output = model(integers(7, 2, 4, 4, low=-1, high=1))
     change(bare(model))
     targets = list(bare(model)[1].parameters())
@@ -131,7 +131,7 @@ def parameters_take_another_form_between_forward_and_backward(model, change, is_
     except RuntimeError as error:
         return str(error)
     finally:
-        bare(model)[0].weight.data = torch.ones(3, 2, 3, 3)  # of one form again
+        bare(model)[0].weight.data = torch.ones(3, 2, 3, 3)  # one form for both again
 
 
 # ---- gradients that users keep ------------------------------------------------------
@@ -154,7 +154,7 @@ def gradients_that_a_user_keeps_do_not_change(model):
 
 @uses(net)
 def gradients_may_be_views_of_one_vector(model):
-    """What a backward adds is added in place."""
+    """A backward adds gradients in place."""
     parameters = list(model.parameters())
     vector = torch.zeros(sum(p.numel() for p in parameters), dtype=X.dtype)
     parts = vector.split([p.numel() for p in parameters])
@@ -168,7 +168,7 @@ def gradients_may_be_views_of_one_vector(model):
 
 @uses(net)
 def gradients_may_be_changed_without_changing_others(model):
-    """As PCGrad and SAM do; nor do they share a count of versions."""
+    """As PCGrad and SAM do; gradients do not share a version counter either."""
     targets = [bare(model)[2].weight, bare(model)[2].bias]
     weight, bias = torch.autograd.grad(model(X).sum(), targets)
     before = bias._version
@@ -219,8 +219,8 @@ def one_backward_may_go_through_two_wrappers_in_a_thread(model):
 
 @uses(net)
 def graphs_may_be_left_half_way(model):
-    model(X)  # an output dropped
-    loss_of(model(X))  # a loss dropped
+    model(X)  # the output is dropped
+    loss_of(model(X))  # the loss is dropped
     losses = [step(model, integers(7, 3, seed=seed)) for seed in range(2)]
     losses.pop().backward()
 
@@ -288,7 +288,7 @@ def with_a_shared_layer(wrap):
     {f.__name__: f for f in (chained, within_another, with_a_shared_layer)},
 )
 def a_wrapper_may_stand_among_others(model, x, make):
-    """`make(wrap)` makes the modules; `wrap` wraps as the row's, for n replicas."""
+    """`make(wrap)` makes the modules; `wrap` wraps like the row, for n replicas."""
 
     def wrap(inner, n=2):
         ids = [*getattr(model, "device_ids", ())] * 2
@@ -305,7 +305,7 @@ def a_wrapper_may_stand_among_others(model, x, make):
 
 @uses(net)
 def several_threads_run_backward_through_one_graph(model):
-    model(X)  # the first forward is another one
+    model(X)  # the first forward takes a different path
     loss = loss_of(model(X))
     weights = list(model.parameters())
 

@@ -1,4 +1,4 @@
-"""What modules hold, and where: parameters, buffers, other tensors, other parts."""
+"""Contents of modules: parameters, buffers, other tensors, other parts."""
 
 import weakref
 
@@ -13,7 +13,7 @@ from programs import CPU, buffer, module, parameter, program, steps, uses
 
 
 def asking(seed, rows=((), (1,), (), (6,), (1, 6), ())):
-    """Return rows of which some, in some steps, ask for a layer."""
+    """Return rows; in some steps, some of them use a layer."""
     x = integers(7, 3, seed=seed)
     x[list(rows[seed % len(rows)]), 0] = 60
     return (x,)
@@ -82,7 +82,7 @@ def gradients_of_any_layout_come_back(m, x):
 
 
 class Scale(nn.Parameter):
-    """A parameter of a class that a forward asks for."""
+    """A parameter of a class that a forward checks."""
 
 
 def with_a_function(m):
@@ -100,7 +100,7 @@ def parameters_keep_their_class_and_attributes_in_replicas(m, x):
 
 
 class GivesNone(torch.autograd.Function):
-    """Adds two tensors, of which the first gets a gradient."""
+    """Adds two tensors; only the first gets a gradient."""
 
     @staticmethod
     def forward(ctx, x, y):

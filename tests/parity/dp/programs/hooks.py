@@ -1,4 +1,4 @@
-"""Hooks of every kind, checkpoints, functions with a backward of their own."""
+"""Hooks of every kind, checkpoints, functions with their own backward."""
 
 from types import MethodType
 
@@ -223,7 +223,7 @@ def hooks_see_parameters_that_a_reentrant_checkpoint_hides(m, x):
 
 @uses(WITH_AN_IDLE_PART, on=GPUS)
 def hooks_set_after_the_forward_get_zeros_for_unused_parameters(model):
-    """As in torch; the plain module calls them not at all."""
+    """As in torch; the plain module does not call them."""
     output, idle, called = model(X), bare(model).idle[0], []
     idle.weight.register_hook(called.append)
     idle.bias.register_post_accumulate_grad_hook(lambda p: called.append(p.grad))
@@ -254,7 +254,7 @@ def checkpoints_around_the_wrapper_work(model, x, use_reentrant):
     def around(x):
         return checkpoint(model, x, use_reentrant=use_reentrant)
 
-    for rows in (7, 2):  # of calls of two sizes, too
+    for rows in (7, 2):  # calls of two sizes, too
         model.zero_grad()
         loss_of(around(x)[:rows] * around(x[:rows] + 1)).backward()
 
@@ -349,17 +349,17 @@ def in_the_middle(model):
 
 @program(in_the_middle, inner=linear(), outer=linear(), in_parts=True)
 def a_reentrant_checkpoint_runs_in_the_middle_of_a_backward(m, x):
-    """Before or behind a layer that is in none."""
+    """Before or after a layer without a checkpoint."""
     options = {"use_reentrant": True, "preserve_rng_state": False}
     if x.detach()[0, 0] > 0:
         return checkpoint(m.inner, m.outer(x), **options)
-    for _ in range(5):  # the checkpoint's backward goes before another replica's
+    for _ in range(5):  # the checkpoint's backward runs before another replica's
         x = x * 1
     return m.outer(checkpoint(m.inner, x, **options))
 
 
 class Cube(torch.autograd.Function):
-    """Saves its input; and says of its gradient what no formula would."""
+    """Saves its input; its gradient deliberately differs from the formula."""
 
     @staticmethod
     def forward(ctx, x, factor):

@@ -1,4 +1,4 @@
-"""What goes in: every kind of argument arrives at the replicas as users wrote it."""
+"""Inputs: every kind of argument reaches the replicas as users wrote it."""
 
 import collections
 import dataclasses
@@ -72,7 +72,7 @@ def the_function_does_what_the_class_does(model):
 
 
 def summed(m, x, y=None, scale=1, *, sign="plus", mask=None, shift=0.0):
-    """Take two inputs, and options of every plain kind."""
+    """Take two inputs and plain options of every kind."""
     out = m.left(x) * scale + float(shift)
     if y is not None:
         out = out + m.right(y) if sign == "plus" else out - m.right(y)
@@ -130,7 +130,7 @@ class FrozenRecord:
 
 
 class Pair:
-    """A container that torch knows by registration alone."""
+    """A container that torch knows only by registration."""
 
     def __init__(self, a, b, note):
         self.a, self.b, self.note = a, b, note
@@ -188,7 +188,7 @@ def nested_arguments_keep_their_form(model):
 
 
 class Settings:
-    """Something of the user's own, which he may change between calls."""
+    """An object of the user, who may change it between calls."""
 
     def __init__(self, power):
         self.power = power

@@ -136,7 +136,7 @@ def gradients_of_a_backward_in_forward_have_gradients(model):
 
 
 def force(m, x):
-    """Take the gradient of an energy in forward, and tell the grad mode."""
+    """Take the gradient of an energy in forward; also return the grad mode."""
     mode = torch.full((len(x),), float(torch.is_grad_enabled()))
     x = x.detach().requires_grad_()
     with torch.enable_grad():

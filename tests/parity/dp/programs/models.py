@@ -1,4 +1,4 @@
-"""Models of the kinds that people write, modules of other makes, and odd ones."""
+"""Models of common kinds, modules made by other tools, and odd ones."""
 
 import torch
 from replicas import (
@@ -119,7 +119,7 @@ for name, (make, shape) in MAKES.items():
 
 @uses(linear, {"detached": True, "whole graph": False})
 def a_wrapper_takes_what_it_has_returned(model, x, is_detached):
-    """As a language model that hands its state on."""
+    """As a language model that passes its state on."""
     state = model(x)
     loss = loss_of(state)
     for _ in range(2):
@@ -136,7 +136,7 @@ def counting(m, *, first=None, x, last=None):
 
 @uses(module(counting, layer=linear()), [1, 2, 7])
 def a_number_may_be_repeated_once_for_each_replica(model, n_rows):
-    """As Hugging Face's Trainer does: torch's class splits each tensor by itself."""
+    """As Hugging Face's Trainer does: torch's class splits each tensor separately."""
     x, number, outs = integers(n_rows, 3), torch.tensor([5.0]), []
     n = len(getattr(model, "device_ids", "1"))
     for each in (number.expand(n), number.unsqueeze(0).expand(n, -1) / 1):
@@ -165,7 +165,7 @@ def a_trace_of_the_wrapper_computes_what_it_is_given(model):
 
 @uses(smooth_net, {"saved": False, "again": True}, exact=False)
 def a_checkpoint_round_a_wrapper_in_a_wrapper(model, use_reentrant):
-    """The inner wrapper calls its module plainly: it runs once, and again, whole."""
+    """The inner wrapper calls its module plainly: it runs whole, once and again."""
     n_rows = []
     bare(model).register_forward_pre_hook(lambda m, args: n_rows.append(len(args[0])))
 

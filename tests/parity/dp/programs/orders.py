@@ -35,7 +35,7 @@ def grown(seed=0, n=7):
 @uses(Power, on=THREE)
 def every_order_is_exact(model):
     seen = []
-    for seed in range(2):  # the second time foretells from the first
+    for seed in range(2):  # the second time relies on the first
         x, y = grown(seed + 1), grown(seed + 2)
         targets = [x, y, *model.parameters()]
         value = loss_of(model(x) * model(y))
@@ -151,7 +151,7 @@ PARTLY = module(partly, always=linear(2), rarely=linear(2))
 @uses(PARTLY, [[], [1], [6], [1, 6]])
 def replicas_may_use_different_weights(model, rows):
     seen = []
-    for used in (rows, [], rows):  # and the use of one step says nothing of the next
+    for used in (rows, [], rows):  # the use in one step does not determine the next
         x = small(7, 3)
         x[used, 0] = 60
         x.requires_grad_()
@@ -341,7 +341,7 @@ def transforms_of_a_forward_give_what_they_give_plainly(model, transform):
 
 
 def as_function(model):
-    """Return a function of the model's parameters and buffers, and of its input."""
+    """Return a function of the model's parameters, buffers and input."""
     parent = Parent(model)
     prefix = "inner." if model is bare(model) else "inner.module."
 

@@ -1,4 +1,4 @@
-"""What comes out: every form of output is what the plain module returns."""
+"""Outputs: every form is what the plain module returns."""
 
 import collections
 import dataclasses
@@ -96,7 +96,7 @@ def found(m, x):
 
 @uses(module(found, layer=linear(2)), in_parts=True, on=THREE)
 def constants_and_losses_come_with_one_entry_a_replica(model):
-    """For any number of rows, so that the type does not depend on the batch."""
+    """For any number of rows: the type does not depend on the batch."""
     seen = []
     for n_rows in (7, 1, 6, 2):
         out = model(integers(n_rows, 3))

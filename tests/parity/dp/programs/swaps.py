@@ -1,4 +1,4 @@
-"""Weights that change hands, forms and memory between forwards and their backward."""
+"""Weights that change owner, form and memory between forwards and their backward."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ from programs.changes import Doubled
 
 @contextlib.contextmanager
 def scaled(model, how):
-    """Have weights be three times as large for a while."""
+    """Make weights three times as large inside the context."""
     parameters = list(model.parameters())
     kept = [p.data.clone() if how == "written" else p.data for p in parameters]
     set_all(parameters, [values * 3 for values in kept], how)
@@ -58,7 +58,7 @@ TWO_WAYS = ["written", "replaced"]
     exact=False,
 )
 def an_evaluation_with_other_weights_leaves_a_graph_alone(model, how, is_frozen):
-    """As a mean teacher in the student's module has them for a moment."""
+    """As a mean teacher that briefly borrows the student's module."""
     bare(model)[2].requires_grad_(not is_frozen)
     for _ in range(2):
         out = model(X)
@@ -154,7 +154,7 @@ def copies_may_be_made_and_trained_before_a_backward(model):
 
 
 def evaluated_before_its_backward(model, n=2):
-    """Forwards before the backward, evaluations between."""
+    """Run several forwards, then an evaluation, then the backward."""
     losses = [loss_of(model.train()(X + i)) for i in range(n)]
     model.eval()
     with torch.no_grad():
@@ -253,7 +253,7 @@ def parametrizations_may_be_cached_over_several_calls(model):
 
 
 def given(model, seed):
-    """Return tensors without a graph for the parameters of a model."""
+    """Return tensors without a graph, to replace the parameters of a model."""
     named = model.named_parameters()
     return {name: integers(*p.shape, seed=seed) * 0.5 for name, p in named}
 
@@ -268,7 +268,7 @@ def given(model, seed):
     exact=False,
 )
 def tensors_for_parameters_belong_to_the_graphs_that_saved_them(model, x, is_new):
-    """As a hypernetwork, or an evaluation with drawn weights, gives them."""
+    """As in a hypernetwork, or an evaluation with drawn weights."""
     parent = Parent(model)
     weights = given(parent, 5)
     kept = {name: tensor.clone() for name, tensor in weights.items()}

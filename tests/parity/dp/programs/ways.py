@@ -1,4 +1,4 @@
-"""Tensors and parts that a forward reaches by other ways than registered names."""
+"""Tensors and parts that a forward does not reach by registered names."""
 
 import functools
 import threading
@@ -12,7 +12,7 @@ from programs import CPU, Made, X, module, program, trains, uses
 
 
 def holding(kind):
-    """Return a module that trains a tensor which is no parameter."""
+    """Return a module that trains a tensor which is not a parameter."""
     layers, tensor = [linear(), linear()], integers(3).requires_grad_()
     held, code = {
         "attribute": (tensor, lambda m, x: m.layer(x) * m.held),
@@ -95,7 +95,7 @@ def a_forward_of_the_object_is_called_with_the_replica(m, x):
 
 
 class Child(nn.Module):
-    """Leads to its parent by a weak reference."""
+    """Refers to its parent by a weak reference."""
 
     def __init__(self, parent):
         super().__init__()
@@ -106,7 +106,7 @@ class Child(nn.Module):
 
 
 class Leading(nn.Module):
-    """Reaches its normalisation by what leads to the module, and not to `self`."""
+    """Reaches its normalisation through the module, not through `self`."""
 
     def __init__(self, way):
         super().__init__()
@@ -134,13 +134,13 @@ for way in ("weak reference", "partial", "lambda"):
 
 
 class Slotted(nn.Module):
-    """Has slots: of a tensor, and of a part that is registered too."""
+    """Has slots for a tensor, and for a part that is also registered."""
 
     __slots__ = ("part", "table")
 
 
 class Heir(Slotted):
-    """Has a slot of its own, and a dictionary."""
+    """Has one more slot, and a dictionary."""
 
     __slots__ = ("factor",)
 
@@ -160,7 +160,7 @@ def locked(m, x):
 
 
 def locking():
-    """Return a module that holds what can neither be copied nor leave its thread."""
+    """Return a module with a lock and thread-local data, which cannot be copied."""
     local = threading.local()
     local.factor = 2
     return Made(locked, {"layer": linear(), "lock": threading.RLock(), "local": local})

@@ -1,8 +1,8 @@
-"""Forwards that write parameters and buffers, or make them require a gradient.
+"""Forwards that write to parameters and buffers, or make them require a gradient.
 
-What replica 0 writes stays, so the next step computes with it; what the others write
-goes to their copies and is lost.  Where a forward writes the same whatever its rows
-are, that is the plain module on all rows.
+Writes of replica 0 stay, so the next step computes with them; writes of the others go
+to copies and are lost.  A forward that writes the same values whatever its rows are
+equals the plain module on all rows.
 """
 
 import torch
@@ -118,7 +118,7 @@ def a_write_of_another_replica_alone_is_lost(m, x):
     exact=False,
 )
 def a_parameter_that_is_written_leaves_its_neighbours_alone(m, x):
-    """They lie in one block on GPUs, and graphs have saved them."""
+    """On GPUs they lie in one block, and graphs have saved them."""
     out = m.inner(x)
     with torch.no_grad():
         m.mean.mul_(0.5).add_(1)
