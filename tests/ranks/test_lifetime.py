@@ -95,7 +95,7 @@ def evaluate(held):
 def use_the_wrapper(held):
     with pytest.raises(RuntimeError, match="forked from rank"):
         step(held[0], 0)
-    with pytest.raises(RuntimeError, match=r"is no rank itself|mat1 and mat2"):
+    with pytest.raises(RuntimeError, match=r"is not a rank itself|mat1 and mat2"):
         held[0](torch.ones(1, 1))
 
 

@@ -1,20 +1,21 @@
-/* backward_end_type.c - an object in the engine's list of final callbacks, which is
- * called when a backward ends, and dropped without a call when it failed, or was
- * compiled.
+/* backward_end_type.c - an object in the autograd engine's list of final callbacks.
+ * The engine calls it when the backward ends.  If the backward failed or was compiled,
+ * the engine drops it without a call.
  *
- *     QUEUED -------- called ----> CALLED   the step is finished; or, inside another
+ *     QUEUED -------- called ----> CALLED   the step finishes; or, inside another
  *       |                                   backward (reentrant checkpointing), a
  *       |                                   second object is made: ON_OUTER_NODE
  *       +------------ dropped              the step fails, or compiled autograd has
  *                                           ended it
- *     ON_OUTER_NODE - called ----> CALLED   one more is QUEUED in the backward around
+ *     ON_OUTER_NODE - called ----> CALLED   a new one is QUEUED in the outer backward
  *       +------------ dropped              the step fails
  *
- * One of a backward that is not synchronised only resets sync_backward, either way.
+ * If the backward is not synchronised, the object only resets sync.backward, either
+ * way.
  *
- * What is asked of torch as one is queued: whether compiled autograd runs the backward,
- * which calls no callback, but drops them at its end; and the backward's number, by
- * which steps of other reducers that end with it are known (step.c).
+ * Queueing asks torch whether compiled autograd runs the backward (it drops callbacks
+ * at its end without a call), and for the backward's number, which finds the steps of
+ * other reducers that end with it (step.c).
  */
 #include "backward_end_type.h"
 
@@ -22,7 +23,7 @@
 #include "dropped_backward.h"
 #include "step.h"
 
-enum { MOST_SLEEPS = 1000 }; /* of a millisecond, for a thread that is about to end */
+enum { MOST_SLEEPS = 1000 }; /* sleeps of 1 ms, for a thread that is about to end */
 
 typedef enum backward_end_phase {
     END_QUEUED,        /* in the engine's list */
@@ -35,8 +36,8 @@ typedef struct backward_end_object {
     reducer_object *reducer; /* owned */
     backward_end_origin origin;
     backward_end_phase phase;
-    const void *handled; /* compiled: the exception in sight when it was made */
-    uint64_t step;       /* the reducer's, when it was made */
+    const void *handled; /* compiled: the exception in sight at creation */
+    uint64_t step;       /* the reducer's step number at creation */
 } backward_end_object;
 
 /* ---- queued --------------------------------------------------------------------- */
@@ -61,8 +62,8 @@ static PyObject *backward_end_new(const module_state *state, reducer_object *red
     return (PyObject *)self;
 }
 
-/* Asks torch which engine runs this backward, and for its number: other threads may run
- * theirs through this one. */
+/* Asks torch which engine runs this backward, and for its number: this thread may also
+ * run backwards that other threads started. */
 static int read_backward(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
@@ -93,13 +94,13 @@ int pli_backward_end_queue(reducer_object *self, backward_end_origin origin)
         return 0;
     if (read_backward(self) != 0 || queue(self, origin) != 0)
         return -1;
-    self->n_backward_ends++; /* not before: a refused one reports no failed backward */
+    self->n_backward_ends++; /* only now: a refused object must not report a failure */
     return 0;
 }
 
 int pli_backward_end_queue_local(reducer_object *self)
 {
-    /* Together with an output that is to be synchronised, all is. */
+    /* If the backward also reaches a synchronised output, all of it is synchronised. */
     if (self->n_backward_ends > 0 || self->sync.backward == SYNC_OFF)
         return 0;
     if (queue(self, QUEUED_BY_LOCAL_OUTPUT) != 0)
@@ -123,8 +124,8 @@ int pli_backward_end_await(const reducer_object *self)
 
 /* ---- called --------------------------------------------------------------------- */
 
-/* The backward that ends is inside the evaluation of `node`: has an object called when
- * that is over. */
+/* The backward that ends runs inside the evaluation of `node`: registers an object that
+ * is called after that evaluation. */
 static int requeue_outside(reducer_object *reducer, PyObject *node)
 {
     const module_state *state = state_of_reducer(reducer);
@@ -151,8 +152,8 @@ static int on_backward_end(const backward_end_object *self)
     PyObject *node = PyObject_CallNoArgs(state_of((PyObject *)self)->current_node);
     if (node == NULL)
         return -1;
-    /* An output's object is in the backward that holds all of its forward's graph, be
-     * it inside another one (the wrapper itself is checkpointed). */
+    /* An output's object is in the backward that holds the whole graph of its forward,
+     * even inside another backward (if the wrapper itself is checkpointed). */
     int status = 0;
     if (node == Py_None)
         status = pli_step_finish_all(reducer);
@@ -177,7 +178,7 @@ static PyObject *backward_end_call(PyObject *object, PyObject *args, PyObject *k
     PLI_ENTER(object);
     backward_end_object *self = (backward_end_object *)object;
     const backward_end_phase phase = self->phase;
-    (void)args; /* a node's hook is given gradients */
+    (void)args; /* torch passes gradients to a node's hook */
     (void)kwargs;
     self->phase = END_CALLED;
     if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
@@ -196,7 +197,7 @@ static void drop(const backward_end_object *self)
 {
     PLI_ENTER(self);
     if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
-        /* Called, it has done so; the next forward may have begun in another thread. */
+        /* If called, it did that; another thread may run the next forward by now. */
         if (self->phase == END_QUEUED)
             self->reducer->sync.backward = SYNC_ON;
     } else if (self->phase == END_QUEUED && self->reducer->n_backward_ends > 0) {

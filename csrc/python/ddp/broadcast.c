@@ -5,7 +5,7 @@
 #include "python/tensor.h"
 #include "world.h"
 
-/* Reads all of them; *place is where the first is. */
+/* Reads all tensors; *place is the device of the first. */
 static int read_tensors(const module_state *state, const world_object *world,
                         PyObject *fast, pli_byte_range *out, dl_device *place)
 {
@@ -33,7 +33,7 @@ static int read_tensors(const module_state *state, const world_object *world,
     return 0;
 }
 
-/* All loads, each waited for as ranks wait; -1 with an exception. */
+/* Sends all loads, and waits for each; -1 with an exception. */
 static int carry(const module_state *state, const world_object *world,
                  pli_broadcast_many *all)
 {
@@ -68,7 +68,7 @@ static int broadcast(const module_state *state, const world_object *world,
         goto done;
     pli_broadcast_many all = {
         .comm = world->comm, .root = root, .ranges = ranges, .n_ranges = n};
-    /* A fake device's tensors say that they are on the CPU: they go by the device. */
+    /* Tensors of a fake device report the CPU: their world's device decides. */
     all.is_on_device = world->gpu != NULL && place.type == world->gpu->place.type;
     if (all.is_on_device && pli_gpu_current_stream(state, world->gpu, &all.stream) != 0)
         goto done;

@@ -1,8 +1,8 @@
-/* comm_hook.c - buckets that Python averages: a communication hook's.
+/* comm_hook.c - buckets that Python averages, by a communication hook.
  *
- * The hook's `post` is called with each full bucket, which it reads, and begins what it
- * likes.  Once every rank has closed the step its `finish` is called: it writes what
- * came of the buckets back, and the gradients are taken from there.
+ * The reducer calls the hook's `post` with each full bucket; `post` reads it and starts
+ * communication.  Once every rank has closed the step, the reducer calls `finish`,
+ * which writes the results to the buckets; gradients are taken from there.
  */
 #include "comm_hook.h"
 
@@ -10,7 +10,7 @@
 #include "gpu_step.h"
 #include "reducer_args.h"
 
-/* ---- buckets, one after another in a tensor ------------------------------------- */
+/* ---- buckets, copied to and from a flat tensor ----------------------------------- */
 
 typedef enum slot_direction { FROM_SLOTS, TO_SLOTS } slot_direction;
 
@@ -22,12 +22,12 @@ static int check_flat(const pl_bucket_plan *bucket, size_t n_elems,
         return 0;
     return pli_error(PyExc_ValueError,
                      "a tensor of %zu x %s does not fit a bucket of %zu x %s: give a "
-                     "contiguous one that does",
+                     "contiguous tensor that does",
                      tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype),
                      n_elems, pl_dtype_text(bucket->dtype));
 }
 
-/* On a GPU, on the stream that is current now, which may be one of the hook's. */
+/* On a GPU it uses the current stream, which may be one of the hook. */
 static int move_bucket(reducer_object *self, const pl_bucket_plan *bucket, char *flat,
                        slot_direction way)
 {
@@ -129,7 +129,7 @@ int pli_comm_hook_finish(reducer_object *self)
     return pli_drop(PyObject_CallMethod(self->comm_hook, "finish", NULL));
 }
 
-/* The used parameters that are declared sparse; the same on every rank. */
+/* The used parameters that are declared sparse; the same list on every rank. */
 static PyObject *list_sparse(const reducer_object *self)
 {
     PyObject *list = PyList_New(0);
@@ -159,7 +159,7 @@ int pli_comm_hook_finish_sparse(reducer_object *self)
     return pli_drop(result);
 }
 
-/* All ranks have what came of their hooks, or all give the step up. */
+/* Ensures that all ranks have their hooks' results, or that all give the step up. */
 int pli_comm_hook_confirm(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
@@ -183,7 +183,7 @@ PyObject *pli_comm_hook_poll(PyObject *object, PyObject *ignored)
     return pli_none(pli_check(state_of_reducer(self), st));
 }
 
-/* No exception is set, and none is left. */
+/* Called with no exception set, and leaves none. */
 void pli_comm_hook_abandon(reducer_object *self)
 {
     if (self->comm_hook == NULL)

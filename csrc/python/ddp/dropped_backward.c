@@ -1,21 +1,21 @@
 /* dropped_backward.c - a backward that ends without a call: it raised, or compiled
  * autograd ran it.
  *
- * A failure goes to the peers at once.  The exception is then still on its way through
+ * The peers learn of a failure at once.  The exception then still travels through
  * Python, so a pending call looks for it where an `except` or `finally` holds it, or
- * where the interpreter leaves what nobody caught, and sends the traceback after it.
+ * where the interpreter stores an uncaught one, and sends its traceback later.
  *
- * Compiled autograd calls nobody back, but drops its callbacks at its end.  A pending
- * call follows at once, before Python goes on behind `backward()`: where no new
- * exception is in sight, it finishes the step.
+ * Compiled autograd calls no callbacks, but drops them at its end.  A pending call runs
+ * right after, before Python continues behind `backward()`.  If no new exception is in
+ * sight, it finishes the step.
  */
 #include "dropped_backward.h"
 
 #include "step.h"
 
-enum { MOST_POLLS = 64 }; /* for the exception, before the peers get none */
+enum { MOST_POLLS = 64 }; /* after that the peers get no exception text */
 
-/* What a pending call is given, and frees. */
+/* The context of a pending call, which frees it. */
 typedef struct pending_call {
     reducer_object *reducer; /* owned */
     const void *handled;     /* an exception to compare with, never read */
@@ -31,11 +31,11 @@ PyObject *pli_find_exception(void)
     if (value != NULL && value != Py_None)
         return value;
     Py_XDECREF(value);
-    value = PySys_GetObject("last_value"); /* what nobody caught; borrowed */
+    value = PySys_GetObject("last_value"); /* the uncaught one; borrowed */
     return value != NULL && value != Py_None ? Py_NewRef(value) : NULL;
 }
 
-/* Of C, as Python code would have pending calls run while no exception is in sight. */
+/* In C: Python code would let pending calls run before the exception is in sight. */
 static PyObject *keep_unwound(PyObject *kept, PyObject *const *args, Py_ssize_t n_args)
 {
     PLI_ENTER(kept);
@@ -56,7 +56,7 @@ PyObject *pli_unwound_keeper(PyObject *module, PyObject *kept)
                         "unwound_keeper() takes a list of code and None");
 }
 
-/* Changes no exception that is set. */
+/* Leaves an exception that is set unchanged. */
 static int is_main_thread(void)
 {
     PyObject *type, *value, *traceback;
@@ -97,8 +97,8 @@ static void free_pending(pending_call *self)
     PyMem_Free(self);
 }
 
-/* Has `call` called by the main thread, before it goes on with Python code; -1, without
- * an exception, where that cannot be. */
+/* Makes the main thread call `call` before it runs more Python code.  If that cannot
+ * be, returns -1 without an exception. */
 static int call_soon(int (*call)(void *context), reducer_object *reducer,
                      const void *handled)
 {
@@ -133,11 +133,10 @@ static int poll_for_exception(void *context)
 
 void pli_failed_backward_report(reducer_object *reducer)
 {
-    /* Also where no gradient had come yet: the peers cannot finish without this rank.
-     */
+    /* Even if no gradient had come yet: the peers cannot finish without this rank. */
     pli_step_fail(reducer, NULL);
-    /* An exception of another thread is never in the main thread's sight; that of a
-     * GPU's thread is, as autograd raises it where backward was called. */
+    /* The main thread never sees an exception of another thread, but it does see that
+     * of a GPU's thread: autograd raises it where backward was called. */
     if ((!pli_is_on_device(reducer) && !is_main_thread()) ||
         call_soon(poll_for_exception, reducer, NULL) != 0)
         pli_comm_set_failure_message(reducer->comm, NULL);
@@ -165,10 +164,10 @@ void pli_compiled_backward_ends(reducer_object *reducer, uint64_t step,
 {
     if (!pl_reducer_is_active(reducer->reducer) &&
         pl_reducer_step(reducer->reducer) != step)
-        return; /* the last hook has finished the step that it was made for */
+        return; /* the last hook has finished that step */
     if (is_main_thread() && call_soon(finish_compiled, reducer, handled) == 0)
         return;
-    /* Nothing can be raised from here: the next forward does it. */
+    /* Nothing can be raised from here: the next forward raises. */
     reducer->unseen = FAILURE_UNSEEN;
     pli_failed_backward_report(reducer);
 }

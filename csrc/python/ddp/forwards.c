@@ -1,15 +1,15 @@
 /* forwards.c - which backward is a step: that of a synchronised forward through the
  * wrapper.
  *
- * The hooks on most forwards' outputs see when their backward begins, and all of it is
- * then a step.  Where none has (the loss was kept by the module, or the output hides
- * its tensors), torch's rule holds: after a synchronised forward each parameter's next
- * gradient is awaited, and the first that comes begins a step.  With
- * find_unused_parameters, and with a static graph, that step is also the last; without,
- * parameters that got no gradient in it are awaited in the backwards that follow.  Any
- * other backward, that of the bare module say, is local.
+ * Hooks on the outputs of most forwards see when their backward begins; then that whole
+ * backward is a step.  If no output has a hook (the module keeps the loss, or the
+ * output hides its tensors), torch's rule holds: after a synchronised forward each
+ * parameter awaits its next gradient, and the first to arrive begins a step.  With
+ * find_unused_parameters or a static graph, nothing is awaited after that step;
+ * otherwise parameters without a gradient in it await one in later backwards.  Any
+ * other backward, such as that of the bare module, is local.
  *
- * The numbers of forwards go with each step's flags: reducer/reducer_forwards.c.
+ * The counts of forwards go with each step's flags: reducer/reducer_forwards.c.
  */
 #include "forwards.h"
 
@@ -48,8 +48,8 @@ int pli_forwards_begin_step(const reducer_object *self, size_t i)
     return forwards->n > forwards->n_over && forwards->n > self->slots[i].answered;
 }
 
-/* Whether the step is of training mode: that of a forward whose backward is in it, or
- * of any since the last step where no output shows which. */
+/* Whether the step is in training mode, as the forwards whose backward it holds.  If no
+ * output shows them, any training forward since the last step counts. */
 static int is_in_training(const forward_counts *forwards)
 {
     if (forwards->n_answered[MODE_TRAINING] > 0)
@@ -57,8 +57,8 @@ static int is_in_training(const forward_counts *forwards)
     return forwards->n_answered[MODE_EVALUATION] == 0 && forwards->n_training > 0;
 }
 
-/* A rank that evaluates alone may forget torch.no_grad(): forwards in evaluation mode
- * count only in a step of such a forward, where the model is trained in that mode. */
+/* A rank that evaluates alone may forget torch.no_grad().  So forwards in evaluation
+ * mode count only if the step's own forward is in that mode. */
 void pli_forwards_send(reducer_object *self)
 {
     const forward_counts *forwards = &self->forwards;
@@ -73,7 +73,7 @@ void pli_forwards_send(reducer_object *self)
     pl_reducer_set_forwards(self->reducer, &counts);
 }
 
-/* The last step is taken to have ended n forwards ago, all of training mode. */
+/* Sets the last step's end to n forwards ago, all in training mode. */
 static void count_from(forward_counts *forwards, unsigned n)
 {
     *forwards = (forward_counts){.n = forwards->n,

@@ -7,14 +7,14 @@
 /* Whether pli_forwards_answer() is called when a forward's backward begins. */
 typedef enum forward_outputs { OUTPUTS_UNWATCHED, OUTPUTS_WATCHED } forward_outputs;
 
-/* A synchronised forward has ended; what to answer it by, 0 if it is unwatched. */
+/* A synchronised forward ended.  Returns a token for its answer; 0 if unwatched. */
 uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs,
                           forward_mode mode);
 
-/* The backward of the forward of this token begins. */
+/* The backward of the forward with this token begins. */
 void pli_forwards_answer(reducer_object *self, uint64_t token);
 
-/* Whether a gradient that comes for slot i while no step is under way begins one. */
+/* If no step is under way: whether a gradient for slot i begins one. */
 int pli_forwards_begin_step(const reducer_object *self, size_t i);
 
 /* Before `close`: sends this rank's counts with the step's flags. */
@@ -23,10 +23,10 @@ void pli_forwards_send(reducer_object *self);
 /* A step is over. */
 void pli_forwards_end_step(reducer_object *self);
 
-/* A backward has failed: no forward since the last step has one. */
+/* A backward has failed: no forward since the last step counts as answered. */
 void pli_forwards_take_back(reducer_object *self);
 
-/* A failed step was left behind, in the n-th forward of the step to come. */
+/* A failed step was left behind, in the n-th forward of the next step. */
 void pli_forwards_restart(reducer_object *self, unsigned n);
 
 #endif

@@ -1,14 +1,12 @@
-/* gpu_step.c - a step on a device: streams, copies in one launch, what must live how
- * long.
+/* gpu_step.c - a step on a device: streams, copies in one launch, lifetimes.
  *
- * Nothing is moved as it comes.  A gradient is retained until its bucket is posted,
- * that is until the copy of it is enqueued: from there on the order of the stream
- * protects its memory.  Results that go back to gradients of the user's are copied in
- * one launch at the end of the step.
+ * A gradient is retained until its bucket is posted, that is until its copy is
+ * enqueued; from then on the order of the stream protects its memory.  Results that go
+ * back to the user's gradients are copied in one launch at the end of the step.
  *
- * What the user sees as a gradient may be a view of its slot.  If somebody keeps such a
- * view when the slot is to be written anew, the world takes other memory (window.h);
- * that can only be done when a step begins: step.c checks all parameters then.
+ * A gradient that the user sees may be a view of its slot.  If such a view still lives
+ * when the slot will be overwritten, the world moves to new memory (window.h).  That is
+ * possible only when a step begins: step.c checks all parameters then.
  */
 #include "gpu_step.h"
 
@@ -46,7 +44,7 @@ int pli_gpu_step_check_capture(reducer_object *self)
                          "a CUDA graph captures a backward before its buckets are in "
                          "their final order: run 3 whole steps (forward, backward, "
                          "optimizer) on the capture's stream first");
-    /* A replay writes to today's memory, whatever becomes of it here. */
+    /* A replay writes to the current memory, even after the reducer has left it. */
     if (self->device.captured == NULL)
         self->device.captured = self->comm->device->retain_memory(self->comm);
     return 0;

@@ -1,4 +1,4 @@
-/* gpu_world.c - what World does for gradients that are in a GPU's memory. */
+/* gpu_world.c - the part of World for gradients in a GPU's memory. */
 #include <string.h>
 
 #include "world.h"

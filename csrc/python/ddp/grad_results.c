@@ -1,5 +1,5 @@
-/* grad_results.c - a step's end: reduced gradients become `.grad`, or views of their
- * slots. */
+/* grad_results.c - the end of a step: reduced gradients become `.grad`, or views of
+ * their slots. */
 #include "grad_results.h"
 
 #include "gpu_step.h"
@@ -9,8 +9,8 @@
 
 static int bind_new(reducer_object *self, size_t i);
 
-/* Writes the reduced gradient where the user's gradient is, which torch's
- * gradient_as_bucket_view would replace: one that is lazy is replaced here, too. */
+/* Writes the reduced gradient to the user's gradient.  A lazy one is replaced instead,
+ * as torch does with gradient_as_bucket_view. */
 static int copy_back(reducer_object *self, size_t i, PyObject *grad)
 {
     const module_state *state = state_of_reducer(self);
@@ -34,12 +34,11 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad)
     }
     if (self->recording == RECORDING_OFF)
         return 0;
-    /* Somebody may have saved it for the second backward: let autograd find out. */
+    /* The graph of the second backward may hold it: let autograd notice the change. */
     return pli_increment_version(state, grad);
 }
 
-/* A new gradient: only other ranks used the parameter, or that which is there is lazy.
- */
+/* Sets a new gradient: only other ranks used the parameter, or its gradient is lazy. */
 static int bind_new(reducer_object *self, size_t i)
 {
     const module_state *state = state_of_reducer(self);
@@ -47,7 +46,7 @@ static int bind_new(reducer_object *self, size_t i)
     PyObject *grad = NULL;
     if (slot->policy == POLICY_VIEW) {
         if (self->window == NULL && pli_grad_window_refresh(self) != 0)
-            return -1; /* the process has forked in the backward */
+            return -1; /* the process forked during the backward */
         const pli_view view = {.window = self->window,
                                .place = self->device.place,
                                .slot = i,
@@ -63,8 +62,8 @@ static int bind_new(reducer_object *self, size_t i)
     return status;
 }
 
-/* The user's hooks may have replaced a gradient since it was read: as in torch, the
- * result goes where the parameter has its gradient now. */
+/* The user's hooks may have replaced a gradient since it was read.  As in torch, the
+ * result goes to the parameter's current gradient. */
 static int copy_to_current(reducer_object *self, size_t i)
 {
     grad_slot *slot = &self->slots[i];
@@ -101,7 +100,7 @@ static int bind_used(reducer_object *self, size_t i)
                                "a gradient's view", &tensor) != 0)
             return -1;
         if (!pli_slot_is_seen_by(self, i, &tensor)) {
-            if (!slot->had_grad) /* a view, whose window was retired meanwhile */
+            if (!slot->had_grad) /* a view; its window was retired meanwhile */
                 break;
             if (copy_back(self, i, slot->target) != 0)
                 return -1;
@@ -113,7 +112,7 @@ static int bind_used(reducer_object *self, size_t i)
     return bind_new(self, i);
 }
 
-/* No rank had one: it is as it was before the reduction. */
+/* No rank had a gradient: it gets back its value from before the reduction. */
 static int restore(reducer_object *self, size_t i)
 {
     const grad_slot *slot = &self->slots[i];
@@ -132,8 +131,8 @@ int pli_results_bind(reducer_object *self, size_t i)
     if (!pli_binds_results(self))
         return 0;
     if (!pl_reducer_is_used(self->reducer, i))
-        /* What there is in a shadow step is the gradient of a step before: no optimizer
-         * may take it again. */
+        /* In a shadow step `.grad` holds the gradient of an earlier step: the optimizer
+         * must not apply it again. */
         return self->role == PL_ACTIVE ? restore(self, i)
                                        : pli_set_grad(self, i, Py_None);
     const int status = bind_used(self, i);

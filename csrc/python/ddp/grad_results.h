@@ -4,15 +4,15 @@
 
 #include "reducer_object.h"
 
-/* After the step: the reduced gradient is in the slot, or every rank left the parameter
- * unused.  Copies are deferred, and what the step refers to lives until
+/* After the step: the slot holds the reduced gradient, or every rank left the parameter
+ * unused.  Copies are deferred; everything that the step refers to lives until
  * pli_results_finish(). */
 int pli_results_bind(reducer_object *self, size_t i);
 
-/* When all are bound: makes the copies, and drops what the step refers to. */
+/* After all are bound: makes the copies, and drops what the step refers to. */
 int pli_results_finish(reducer_object *self);
 
-/* Drops what the step refers to; the gradients are not reduced ones. */
+/* Drops what the step refers to, without results. */
 void pli_results_drop(reducer_object *self, size_t i);
 
 #endif

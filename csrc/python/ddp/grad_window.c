@@ -22,7 +22,7 @@ int pli_grad_window_refresh(reducer_object *self)
     if (self->window != NULL)
         return 0;
     pl_reducer_buckets(self->reducer, &offset, &n_bytes);
-    if (n_bytes == 0) /* all are sparse, or empty: there is nothing to see */
+    if (n_bytes == 0) /* all are sparse or empty: the window has no bytes */
         return 0;
     return pli_check(state, pli_window_create(self->comm, offset, n_bytes,
                                               self->n_slots, &self->window));

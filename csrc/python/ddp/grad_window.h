@@ -5,10 +5,10 @@
 
 #include "reducer_object.h"
 
-/* Leaves the window to its views, if there are any, which keep their values. */
+/* If the window has views, leaves it to them; they keep their values. */
 int pli_grad_window_retire(reducer_object *self);
 
-/* Makes the window show the current plan; whoever sees an old view keeps its values. */
+/* Makes the window show the current plan; holders of old views keep their values. */
 int pli_grad_window_refresh(reducer_object *self);
 
 #endif

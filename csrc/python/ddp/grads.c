@@ -1,4 +1,4 @@
-/* grads.c - one gradient on its way into its slot.  What is done, by policy:
+/* grads.c - one gradient on its way into its slot.  Action by policy:
  *
  *   event                  copy                view                     sparse
  *   ---------------------  ------------------  -----------------------  ---------
@@ -11,9 +11,9 @@
  *                                              saved if it is in place
  *   second all-reduce      `.grad` -> slot     slot->late is added      none
  *   results                slot -> `.grad`     `.grad` = view of slot,  rows
- *   (grad_results.c)                           or as it was, copied to
+ *   (grad_results.c)                           or the old tensor, filled
  *
- * A step treats a view as a copy where choose_mode() says so.
+ * choose_mode() decides when a step treats a view as a copy.
  */
 #include "grads.h"
 
@@ -21,12 +21,12 @@
 #include "grad_window.h"
 #include "sparse_grads.h"
 
-enum { RELEASE_GIL_BYTES = 65536 }; /* copies larger than this let others run */
+enum { RELEASE_GIL_BYTES = 65536 }; /* larger copies release the GIL */
 
 /* ---- reading -------------------------------------------------------------------- */
 
-/* Reads *grad, or the dense copy that is exchanged for it.  That one is sparse shows
- * where it cannot be read, and then is looked for until a dense one comes. */
+/* Reads *grad, or a dense copy that replaces it.  If reading fails, the gradient is
+ * sparse; the next ones are then taken for sparse until a dense one comes. */
 static int read_dense(reducer_object *self, size_t i, PyObject **grad, pli_tensor *out)
 {
     static const char what[] = "a parameter's gradient";
@@ -84,7 +84,7 @@ int pli_grads_note(reducer_object *self, size_t first)
         PyObject *grad =
             PyObject_GetAttr(slot->param, state_of_reducer(self)->str_grad);
         int had_grad = grad == NULL ? -1 : grad != Py_None;
-        if (had_grad == 1 && i == first) { /* has autograd added something to it? */
+        if (had_grad == 1 && i == first) { /* did autograd add to it? */
             const long version = pli_tensor_version(grad);
             had_grad = version < 0 ? -1 : version > 0;
         }
@@ -96,8 +96,7 @@ int pli_grads_note(reducer_object *self, size_t first)
     return 0;
 }
 
-/* Before a slot is written anew: whoever keeps a view of its last gradient keeps the
- * values. */
+/* Before a slot is overwritten: views of its last gradient keep their values. */
 static int protect_views(reducer_object *self, size_t i, pl_write_mode mode)
 {
     if (mode == PL_IN_PLACE || self->slots[i].mode != GRAD_UNTOUCHED ||
@@ -107,12 +106,12 @@ static int protect_views(reducer_object *self, size_t i, pl_write_mode mode)
         return pli_grad_window_refresh(self);
     return pli_error(
         PyExc_RuntimeError,
-        "the gradient of parameter %zu was exchanged while backward ran, and "
-        "is still in use: on a GPU that can be done before backward alone",
+        "the gradient of parameter %zu was replaced during backward, and is "
+        "still in use: on a GPU, replace a gradient only before backward",
         i);
 }
 
-/* Whether others should run meanwhile: a large copy, or calls of the device's. */
+/* Whether to release the GIL: for a large copy, or for calls of the device. */
 static int takes_long(const reducer_object *self, size_t i, pl_write_mode mode)
 {
     if (pli_is_on_device(self))
@@ -143,8 +142,8 @@ PyObject *pli_grads_make_empty(reducer_object *self, size_t i)
     return empty;
 }
 
-/* The gradient in the slot's layout: *out is `grad` itself where it has that, else a
- * copy made by torch. */
+/* The gradient in the slot's layout: *out is `grad` itself if it has that layout, else
+ * a copy made by torch. */
 static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
                           pli_tensor *tensor, PyObject **out)
 {
@@ -178,7 +177,7 @@ static void set_sparse(reducer_object *self, size_t i)
         pl_reducer_set_sparse(self->reducer, i, self->slots[i].n_sparse_dims);
 }
 
-/* One more that lives until its bucket is posted. */
+/* Keeps one more object until its bucket is posted. */
 static int retain(grad_slot *slot, PyObject *object)
 {
     PyObject *both = slot->retained == NULL ? Py_NewRef(object)
@@ -189,12 +188,12 @@ static int retain(grad_slot *slot, PyObject *object)
     return 0;
 }
 
-/* `data` is copied later, from what the user has as gradient or from a copy of that. */
+/* `data` is copied later: it is the user's gradient, or a copy of it. */
 static int retain_until_copied(reducer_object *self, size_t i, PyObject *grad,
                                PyObject *data)
 {
     grad_slot *slot = &self->slots[i];
-    if (pli_has_user_hooks(slot)) { /* somebody may change it before */
+    if (pli_has_user_hooks(slot)) { /* they may change it before */
         PyThreadState *thread = PyEval_SaveThread();
         const pl_status st = pl_reducer_flush(self->reducer, i);
         PyEval_RestoreThread(thread);
@@ -211,8 +210,8 @@ static int mark_ready_by_copy(reducer_object *self, size_t i, PyObject *grad,
     pl_ready_result result;
     if (in_slot_layout(self, i, grad, tensor, &dense) != 0)
         return -1;
-    /* What a peer's second all-reduce adds must be what this rank's adds: a large
-     * gradient that stays whole here can only come before its bucket is posted. */
+    /* The second all-reduce of a large gradient adds its late part only, but this one
+     * is kept whole: keep its bucket back, so that no part is late. */
     if (slot->policy == POLICY_VIEW && slot->mode == GRAD_UNTOUCHED)
         pl_reducer_defer_bucket(self->reducer, i);
     int status = mark_ready(self, i, tensor->data, PL_REPLACE, &result);
@@ -267,7 +266,7 @@ static int mark_ready_by_view(reducer_object *self, size_t i, PyObject *grad,
     return pli_set_grad(self, i, Py_None);
 }
 
-/* Nobody may see the view in place of the gradient before the step ends. */
+/* The user must not see the view in place of the gradient before the step ends. */
 static grad_mode choose_mode(const reducer_object *self, const grad_slot *slot,
                              const pli_tensor *grad)
 {
@@ -292,7 +291,7 @@ int pli_grads_mark_ready(reducer_object *self, size_t i)
     const int has_grad = pli_grads_read(self, i, &grad, &tensor);
     if (has_grad < 0)
         return -1;
-    if (has_grad == 0) /* an undefined gradient: nothing to add, nothing to wait for */
+    if (has_grad == 0) /* an undefined gradient: nothing to add or wait for */
         return mark_ready(self, i, NULL,
                           slot->mode == GRAD_UNTOUCHED ? PL_REPLACE : PL_ADD, &result);
     const int status = choose_mode(self, slot, &tensor) == GRAD_VIEW
@@ -306,15 +305,15 @@ int pli_grads_mark_ready(reducer_object *self, size_t i)
 
 /* ---- no gradient arrived -------------------------------------------------------- */
 
-/* Whether the peers have yet to see what there is.  A context has no more than its own
- * backwards have made: all of it counts. */
+/* Whether the peers have yet to receive this gradient.  A context holds only what its
+ * own backwards made: all of it counts. */
 static pl_use read_use(reducer_object *self, size_t i, int has_grad)
 {
     grad_slot *slot = &self->slots[i];
     if (self->context.homes != NULL)
         return has_grad ? PL_USED : PL_UNUSED;
     if (!has_grad)
-        slot->is_unseen = 0; /* what had accumulated was reset */
+        slot->is_unseen = 0; /* the accumulated gradient was reset */
     return slot->is_unseen ? PL_USED : PL_UNUSED;
 }
 
@@ -328,7 +327,7 @@ static int mark_unused(reducer_object *self, size_t i, const void *data,
                      pl_reducer_mark_unused(self->reducer, i, data, mode, use));
 }
 
-/* If no rank used it, it must come out of the reduction as it went in. */
+/* If no rank used it, the reduction must leave it unchanged. */
 static int save(grad_slot *slot, PyObject *grad)
 {
     PyObject *detached = PyObject_CallMethod(grad, "detach", NULL);

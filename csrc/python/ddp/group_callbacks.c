@@ -1,15 +1,15 @@
-/* group_callbacks.c - between the core's group comm and the Python object that carries
- * its operations:
+/* group_callbacks.c - calls the Python object that carries the core's operations for a
+ * group comm:
  *
  *     group_comm.issue(kind, dtype, reduction, offset_bytes, n_elems, root, ticket)
  *     group_comm.wait(ticket)
  *     group_comm.drop()
  *
- * They are called wherever the core issues, waits and fails, with or without the GIL.
+ * The core calls them where it issues, waits and fails, with or without the GIL.
  */
 #include "world.h"
 
-/* Takes over `result`, and with it what the call says. */
+/* Takes over `result`, the outcome of a call; NULL is a failure. */
 static pl_status status_of_call(PyObject *result)
 {
     return pli_drop(result) == 0 ? PL_OK : pli_callback_failed();
@@ -36,7 +36,7 @@ static pl_status wait(void *context, pl_ticket ticket)
     return st;
 }
 
-/* An exception that is set stays set. */
+/* Leaves an exception that is set unchanged. */
 static void drop(void *context)
 {
     const PyGILState_STATE gil = PyGILState_Ensure();

@@ -1,11 +1,11 @@
 /* hook_type.c - the callable behind each parameter's post-accumulate-grad hook.
  *
- * It is called after all hooks of the user's, whenever they were registered, and takes
- * what they have made of the gradient: torch's wrapper has its hook on the node, whose
- * hooks are called after the parameter's.
+ * It runs after all hooks of the user, whenever they were registered, and takes the
+ * gradient as they left it.  torch's wrapper does so too: its hook is on the node,
+ * whose hooks run after the parameter's.
  *
- * It knows its reducer without owning it: the parameter owns the hook, the reducer owns
- * the parameter, and a cycle through torch's C++ could not be collected.  The reducer
+ * It does not own its reducer: the parameter owns the hook, the reducer owns the
+ * parameter, and Python could not collect a cycle through torch's C++.  The reducer
  * clears the link when it goes.
  */
 #include "hook_type.h"
@@ -22,11 +22,11 @@
 
 typedef struct hook_object {
     PyObject_HEAD
-    reducer_object *reducer; /* borrowed; NULL once that is gone */
+    reducer_object *reducer; /* borrowed; NULL after the reducer is gone */
     size_t index;
 } hook_object;
 
-/* What torch refuses, for those who ask to be refused it too. */
+/* Errors of torch that `strict` asks for. */
 static int check_is_first(const reducer_object *self, size_t i)
 {
     if (!self->options.is_strict)
@@ -82,7 +82,7 @@ int pli_hook_set_flags(PyObject *object, PyObject *flags, void *offset)
 
 static PyObject *hook_call(PyObject *object, PyObject *param);
 
-/* The hook object behind a function, NULL where that is the user's; borrowed. */
+/* The hook object behind a function, or NULL for a function of the user; borrowed. */
 static PyObject *hook_behind(PyObject *function)
 {
     return PyCFunction_Check(function) &&
@@ -91,13 +91,13 @@ static PyObject *hook_behind(PyObject *function)
                : NULL;
 }
 
-/* 1 where no other hook of the parameter's is called after ours; else 0, and ours is
- * the last one from the next gradient on; -1. */
+/* Returns 1 if no other hook of the parameter runs after ours.  Else returns 0, and
+ * makes ours the last from the next gradient on; or -1. */
 static int become_last(const grad_slot *slot)
 {
     PyObject *key, *value;
     PyObject *our_key = NULL;
-    int is_last = 1; /* but for those of other wrappers, which change nothing */
+    int is_last = 1; /* ignoring hooks of other wrappers, which change nothing */
     Py_ssize_t at = 0;
     while (PyDict_Next(slot->hooks, &at, &key, &value)) {
         const PyObject *hook = hook_behind(value);
@@ -108,7 +108,7 @@ static int become_last(const grad_slot *slot)
     }
     if (our_key == NULL || is_last)
         return 1;
-    /* torch calls them in the order in which they entered the dict. */
+    /* torch calls them in the order of the dict. */
     Py_INCREF(our_key);
     PyObject *function = PyObject_GetItem(slot->hooks, our_key);
     const int status = function != NULL &&
@@ -121,8 +121,8 @@ static int become_last(const grad_slot *slot)
     return status;
 }
 
-/* Whether the gradient is to be taken now: 1, or 0, or -1.  Where hooks of the user's
- * were registered since, those are yet to be called this time. */
+/* Whether to take the gradient now: 1, 0 or -1.  If the user registered hooks after
+ * ours, they have yet to run for this gradient. */
 static int is_final(reducer_object *self, size_t i)
 {
     grad_slot *slot = &self->slots[i];
@@ -134,38 +134,39 @@ static int is_final(reducer_object *self, size_t i)
     return is_last;
 }
 
-/* A gradient has come for slot i: in a context, where `task` is that backward's, or as
- * `.grad`, with NO_CONTEXT.  1 where it is part of a step, which may begin with it; 0
- * where it is local; -1. */
+/* A gradient came for slot i: in the context of backward `task`, or, with NO_CONTEXT,
+ * as `.grad`.  Returns 1 if it belongs to a step, which may begin with it; 0 if it is
+ * local; or -1. */
 static int enter_step(reducer_object *self, size_t i, long task)
 {
     if (!pl_reducer_is_active(self->reducer)) {
         if (getpid() != self->owner_pid)
-            return 0; /* a forked child trains the bare model for itself */
+            return 0; /* a forked child trains the bare model on its own */
         if (!pli_forwards_begin_step(self, i)) {
             if (task == NO_CONTEXT)
                 self->slots[i].is_unseen = 1;
             return 0;
         }
-        /* The callback comes first: should this backward fail, it reports that. */
+        /* Queue the callback first: if this backward fails, it reports that. */
         if (pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0 ||
             pli_step_begin(self) != 0 ||
             (task == NO_CONTEXT && pli_grads_note(self, i) != 0))
             return -1;
         self->context.task = task;
     } else if (self->context.task != task) {
-        return pli_error(PyExc_RuntimeError,
-                         "gradients of a model came from two backwards at once, one of "
-                         "them of torch.distributed.autograd: run one after the other");
+        return pli_error(
+            PyExc_RuntimeError,
+            "a model got gradients from two backwards at once, one of them "
+            "through torch.distributed.autograd: run one after the other");
     }
-    /* An inner backward's callback may have run: the outer one needs another. */
+    /* An inner backward's callback may have run: the outer backward needs its own. */
     if (self->n_backward_ends == 0 && self->engine == ENGINE_CALLS_BACK &&
         pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0)
         return -1;
     return 1;
 }
 
-/* After each gradient: ends the step here where the engine will not call back. */
+/* After each gradient: ends the step here if the engine will not call back. */
 static int finish_inline(reducer_object *self)
 {
     if (self->engine == ENGINE_CALLS_BACK || pl_reducer_n_not_ready(self->reducer) > 0)
@@ -192,10 +193,9 @@ static int refuse_device(const reducer_object *self)
     if (!pli_is_on_device(self))
         return 0;
     return pli_error(PyExc_NotImplementedError,
-                     "torch.distributed.autograd collects gradients in its context, "
-                     "where this version of paceline averages those of models on the "
-                     "CPU alone: wrap a model on GPUs by torch's own "
-                     "DistributedDataParallel");
+                     "this version of paceline averages gradients in contexts of "
+                     "torch.distributed.autograd for models on the CPU only: wrap a "
+                     "model on GPUs with torch's own DistributedDataParallel");
 }
 
 PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
@@ -237,7 +237,7 @@ static PyObject *hook_call(PyObject *object, PyObject *param)
 
 static PyMethodDef hook_call_def = {"paceline_hook", hook_call, METH_O,
                                     "paceline_hook($self, param, /)\n--\n\nTake the "
-                                    "gradient that backward has produced."};
+                                    "gradient that backward produced."};
 
 PyObject *pli_hook_new(const module_state *state, reducer_object *reducer, size_t index)
 {
@@ -254,7 +254,7 @@ void pli_hook_detach(PyObject *hook)
     ((hook_object *)hook)->reducer = NULL;
 }
 
-/* The function that torch calls: as cheap as a callable gets. */
+/* The function that torch calls: a builtin, the cheapest callable. */
 static PyObject *hook_function(PyObject *object, void *closure)
 {
     PLI_ENTER(object);

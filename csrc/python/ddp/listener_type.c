@@ -1,4 +1,4 @@
-/* listener_type.c - paceline._native.Listener, with which rank 0 makes a world. */
+/* listener_type.c - paceline._native.Listener, through which rank 0 makes a world. */
 #include <stddef.h>
 
 #include "world.h"

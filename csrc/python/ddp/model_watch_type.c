@@ -1,23 +1,22 @@
 /* model_watch_type.c - paceline._native.Watch: has a model changed since it was
  * wrapped?
  *
- * Asked at every forward, so it looks only at what is cheap: whether each dictionary of
- * a module still has as many entries, whether each entry that matters is still the same
- * object, and whether each parameter still has its dtype and its __dict__, and none
- * that was frozen wants a gradient now.  (A __dict__ goes over to another object where
- * torch swaps all that is in two tensors; the hooks on them go too.)  About 60 ns a
- * parameter.
+ * Each forward calls it, so it checks only what is cheap: that each dictionary of a
+ * module has as many entries, that each watched entry is the same object, that each
+ * parameter has the same dtype and __dict__, and that no frozen parameter wants a
+ * gradient now.  (When torch swaps the contents of two tensors, their __dict__ and
+ * hooks go along.) About 60 ns a parameter.
  */
 #include "python/state.h"
 
 #include "core/alloc.h"
 
-/* dict[key] was `value`; for a parameter also with these. */
+/* dict[key] was `value`; the last three are for a parameter. */
 typedef struct watched_item {
     PyObject *dict;
     PyObject *key;
     PyObject *value;
-    PyObject *dtype;      /* NULL: not a parameter */
+    PyObject *dtype;      /* NULL if not a parameter */
     PyObject *attributes; /* the parameter's __dict__ */
     PyObject *requires_grad;
 } watched_item;
@@ -66,7 +65,7 @@ static int read_item(const watch_object *self, PyObject *pair, int is_parameter,
         return 0;
     out->attributes = PyObject_GenericGetDict(value, NULL);
     if (out->attributes == NULL)
-        PyErr_Clear(); /* of a type without */
+        PyErr_Clear(); /* its type has none */
     out->dtype = PyObject_GetAttr(value, self->str_dtype);
     out->requires_grad = PyObject_GetAttr(value, self->str_requires_grad);
     return out->dtype != NULL && out->requires_grad != NULL ? 0 : -1;
@@ -97,7 +96,7 @@ static int read_items(const module_state *state, watch_object *self, PyObject *i
         const int is_parameter = i >= n_plain;
         PyObject *pair = is_parameter ? PyList_GET_ITEM(parameters, i - n_plain)
                                       : PyList_GET_ITEM(items, i);
-        self->n_items = i + 1; /* a half-read one is dropped too */
+        self->n_items = i + 1; /* so that clear drops a half-read one too */
         if (read_item(self, pair, is_parameter, &self->items[i]) != 0)
             return -1;
     }
@@ -126,13 +125,13 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* ---- the question --------------------------------------------------------------- */
+/* ---- the check ------------------------------------------------------------------- */
 
-/* 1 where object.name is no longer `was`, 0, or -1. */
+/* Returns 1 if object.name is no longer `was`, 0, or -1. */
 static int has_changed(PyObject *object, PyObject *name, PyObject *was)
 {
     PyObject *now = PyObject_GetAttr(object, name);
-    Py_XDECREF(now); /* dtypes and booleans live on */
+    Py_XDECREF(now); /* dtypes and booleans stay alive */
     return now == NULL ? -1 : now != was;
 }
 
@@ -158,8 +157,8 @@ static int item_has_changed(const watch_object *self, const watched_item *item)
     const int dtype = has_changed(value, self->str_dtype, item->dtype);
     if (dtype != 0)
         return dtype;
-    /* One that was trained and is frozen is one that no gradient comes for: that needs
-     * no new wrapping, and often it is thawed again at once (adversarial training). */
+    /* A trained parameter that was frozen gets no gradients: it needs no new wrapping,
+     * and is often unfrozen soon (adversarial training). */
     if (item->requires_grad == Py_True)
         return 0;
     return has_changed(value, self->str_requires_grad, item->requires_grad);

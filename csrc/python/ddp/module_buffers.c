@@ -1,20 +1,20 @@
 /* module_buffers.c - in each training forward, the root's buffers reach the others.
  *
- * The root is rank 0, unless it has joined (reducer_join.c).  Its buffers are sent with
+ * The root is rank 0, unless it has joined (reducer_join.c).  It sends its buffers with
  * each step, beside the gradients, and the other ranks take them over later:
  *
- *  1. In a training forward the root compares what it sent with what it has, and sends
- *     one bit: whether they differ.  If they do, it sends them once more; then the
- *     others take them over.
- *  2. In evaluation the first forward after a step takes over what came with that; it
- *     waits for nobody.  A buffer that somebody has written or replaced since (a
- *     checkpoint was loaded) is left as it is.
- *  3. In a join context each forward does as in evaluation: no rank knows who else has
- *     one.
+ *  1. In a training forward the root compares its buffers with those it sent, and sends
+ *     one bit: whether they differ.  If they do, it sends them again.  Then the other
+ *     ranks take them over.
+ *  2. In evaluation the first forward after a step takes over the buffers of that step,
+ *     without waiting.  A buffer that was written or replaced since (a checkpoint was
+ *     loaded) keeps its value.
+ *  3. In a join context each forward does as in evaluation: no rank can tell which
+ *     others run one.
  *
- * While a forward awaits its backward, whose graph may have saved the buffers, nothing
- * is taken over.  On a GPU no value can be compared without waiting for the GPU: a
- * forward takes over what came with the last step.
+ * While a forward awaits its backward, whose graph may have saved the buffers, they
+ * stay unchanged.  On a GPU a comparison of values would wait for the GPU, so a forward
+ * takes over the buffers of the last step.
  */
 #include "module_buffers.h"
 
@@ -25,9 +25,9 @@
 
 typedef enum dense_direction { TO_DENSE, FROM_DENSE } dense_direction;
 
-/* 1 with *out and *tensor filled; 0 if the buffer is gone or has another size, as one
- * that a forward has let grow: this rank then neither gives nor takes it in this step,
- * and its next forward wraps the model anew; -1. */
+/* Returns 1 with *out and *tensor filled, or -1.  Returns 0 if the buffer is gone or
+ * has another size, such as one that grew in a forward: this rank then skips it in this
+ * step, and its next forward wraps the model anew. */
 static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject **out,
                        pli_tensor *tensor)
 {
@@ -50,8 +50,8 @@ typedef int (*read_fn)(reducer_object *self, const grad_buffer *buffer, PyObject
 typedef int (*visit_fn)(reducer_object *self, const grad_buffer *buffer,
                         PyObject *object, const pli_tensor *tensor);
 
-/* Visits each buffer that `read` says is to be visited, until one returns something
- * else than 0, which is returned; -1 where one cannot be read. */
+/* Visits each buffer for which `read` returns 1, until a visit returns something other
+ * than 0, and returns that; -1 if a buffer cannot be read. */
 static int visit_buffers(reducer_object *self, read_fn read, visit_fn visit)
 {
     int status = 0;
@@ -81,8 +81,7 @@ PyObject *pli_buffers_get_are_others(PyObject *object, void *closure)
     return read < 0 ? NULL : PyBool_FromLong(!read);
 }
 
-/* On a GPU, by torch: copies a tensor that is not dense, elements in row-major order.
- */
+/* On a GPU, lets torch copy a tensor that is not dense, elements in row-major order. */
 static int copy_with_holes(reducer_object *self, PyObject *object,
                            const pli_tensor *tensor, char *block, dense_direction way)
 {
@@ -98,9 +97,9 @@ static int copy_with_holes(reducer_object *self, PyObject *object,
     return status;
 }
 
-/* Copies a buffer to or from its place in the memory that is sent: a dense one as it
- * lies in memory, since the strides are every rank's.  On a GPU that is deferred, for
- * one launch: the module has the tensors, and nobody changes its dict before. */
+/* Copies a buffer to or from its block of the memory that is sent.  A dense buffer
+ * keeps its order in memory, since all ranks have the same strides.  On a GPU the copy
+ * is deferred for one launch: the module keeps the tensors alive until then. */
 static int copy_one(reducer_object *self, PyObject *object, const pli_tensor *tensor,
                     const grad_buffer *buffer, dense_direction way)
 {
@@ -136,14 +135,14 @@ static int pack(reducer_object *self)
 
 int pli_buffers_pack(reducer_object *self)
 {
-    /* A group whose collectives do nothing leaves each rank what it has. */
+    /* If a group's collectives do nothing, each rank keeps its own values. */
     if (pl_comm_rank(self->comm) != pl_reducer_root(self->reducer) &&
         !pli_comm_is_group_comm(self->comm))
         return 0;
     return pack(self);
 }
 
-/* 1 or 0, or -1. */
+/* Returns 1, 0 or -1. */
 static int has_values(const module_state *state, const pli_tensor *tensor,
                       const char *values)
 {
@@ -161,8 +160,8 @@ static int has_values(const module_state *state, const pli_tensor *tensor,
     return is_same;
 }
 
-/* Overwrites one buffer, unless it has the values already: then no graph that saved it
- * need see a change. */
+/* Overwrites one buffer, unless it has these values already: then a graph that saved it
+ * sees no change. */
 static int overwrite(reducer_object *self, const grad_buffer *buffer, PyObject *object,
                      const pli_tensor *tensor)
 {
@@ -175,7 +174,7 @@ static int overwrite(reducer_object *self, const grad_buffer *buffer, PyObject *
     return pli_increment_version(state, object);
 }
 
-/* Remembers each buffer as it is, to take it over later. */
+/* Remembers each buffer as it is now, to take it over later. */
 static int put_off(reducer_object *self)
 {
     for (size_t b = 0; b < self->buffers.n; b++) {
@@ -202,7 +201,7 @@ int pli_buffers_receive(reducer_object *self)
     if (pl_comm_rank(self->comm) == pl_reducer_root(self->reducer))
         return 0;
     if (!pl_reducer_root_is_active(self->reducer)) {
-        self->buffers.state = BUFFERS_CURRENT; /* what was put off is overwritten */
+        self->buffers.state = BUFFERS_CURRENT; /* the deferred values are overwritten */
         return 0;
     }
     return put_off(self);
@@ -217,7 +216,7 @@ void pli_buffers_forget(reducer_object *self)
 
 /* ---- in a forward --------------------------------------------------------------- */
 
-/* 1 where a buffer is not what was sent last, 0, or -1. */
+/* Returns 1 if a buffer differs from the values sent last, 0, or -1. */
 static int differs(reducer_object *self, const grad_buffer *buffer, PyObject *object,
                    const pli_tensor *tensor)
 {
@@ -227,7 +226,7 @@ static int differs(reducer_object *self, const grad_buffer *buffer, PyObject *ob
     return is_same < 0 ? -1 : !is_same;
 }
 
-/* 1 where the buffers are not what was sent last, 0, or -1. */
+/* Returns 1 if any buffer differs from the values sent last, 0, or -1. */
 static int is_to_send(reducer_object *self)
 {
     if (self->buffers.sent != BUFFERS_SENT)
@@ -235,7 +234,7 @@ static int is_to_send(reducer_object *self)
     return visit_buffers(self, read_buffer, differs);
 }
 
-/* What a non-root rank waits for: the root's n-th notice, and the bit in it. */
+/* A non-root rank's wait for the root's n-th notice, and the bit in that. */
 typedef struct notice_wait {
     pl_comm *comm;
     int root;
@@ -250,7 +249,7 @@ static pl_status notice_slice(void *context, int64_t slice_ns)
                                           &wait->bit);
 }
 
-/* Whether the root sends its buffers in this forward: what it says, or -1. */
+/* Whether the root sends its buffers in this forward: the root's answer, or -1. */
 static int ask_root(reducer_object *self, int root)
 {
     notice_wait wait = {.comm = self->comm, .root = root};
@@ -286,8 +285,8 @@ static int send(reducer_object *self, int root)
 int pli_buffers_sync(reducer_object *self)
 {
     const int root = pl_reducer_next_root(self->reducer);
-    /* A failed step is left behind by the next synchronised forward, and not by one of
-     * no_sync(). */
+    /* The next synchronised forward leaves a failed step behind, but one of no_sync()
+     * does not. */
     if (self->buffers.n == 0 || self->forwards.n_unanswered[MODE_TRAINING] > 0 ||
         pl_reducer_has_failed(self->reducer))
         return 0;
@@ -300,8 +299,8 @@ int pli_buffers_sync(reducer_object *self)
     return visit_buffers(self, read_buffer, overwrite);
 }
 
-/* 1 where what was put off still holds for a buffer, which is read then; 0 where
- * somebody has written or replaced it; -1. */
+/* Reads a buffer and returns 1 if it is as it was when its take-over was deferred; 0 if
+ * it was written or replaced since; -1. */
 static int is_as_seen(reducer_object *self, const grad_buffer *buffer, PyObject **out,
                       pli_tensor *tensor)
 {
@@ -351,6 +350,6 @@ int pli_buffers_apply(reducer_object *self)
                            : visit_buffers(self, is_as_seen, overwrite);
     for (size_t b = 0; b < self->buffers.n; b++)
         Py_CLEAR(self->buffers.all[b].seen);
-    /* Replays of a captured step bring new values, unseen. */
+    /* Replays of a captured step bring new values without a call. */
     return status == 0 && self->device.captured != NULL ? put_off(self) : status;
 }

@@ -1,4 +1,4 @@
-/* module_buffers.h - what a module keeps beside its parameters. */
+/* module_buffers.h - a module's state beside its parameters. */
 #ifndef PLI_MODULE_BUFFERS_H
 #define PLI_MODULE_BUFFERS_H
 
@@ -10,17 +10,17 @@ PyObject *pli_buffers_get_are_others(PyObject *object, void *closure);
 /* Writes the root's buffers to the memory that it sends with each step. */
 int pli_buffers_pack(reducer_object *self);
 
-/* After the step: takes over what came from the root, or defers that. */
+/* After the step: takes over the root's buffers, or defers that. */
 int pli_buffers_receive(reducer_object *self);
 
-/* Takes over what was deferred. */
+/* Takes over the deferred buffers. */
 int pli_buffers_apply(reducer_object *self);
 
-/* A step has failed, or was dropped: what was sent may not be the same everywhere. */
+/* A step failed or was dropped: the values sent last may differ between ranks. */
 void pli_buffers_forget(reducer_object *self);
 
-/* Before a training forward: the root's buffers, as they are now, on all ranks.  Not on
- * a GPU, nor in a join context. */
+/* Before a training forward: gives all ranks the root's current buffers.  Not for a
+ * GPU, and not for a join context. */
 int pli_buffers_sync(reducer_object *self);
 
 #endif

@@ -1,4 +1,4 @@
-/* reducer_args.c - what a reducer is made of: its parameters and buffers. */
+/* reducer_args.c - reads a reducer's arguments: its parameters and buffers. */
 #include "reducer_args.h"
 
 #include "core/alloc.h"
@@ -52,7 +52,7 @@ static int read_param(const module_state *state, dl_device place, size_t i,
         return -1;
     if (!pli_layout_is_dense(&tensor.layout))
         pli_layout_make_row_major(&tensor.layout);
-    tensor.layout.is_lazy = 0; /* its slot is not */
+    tensor.layout.is_lazy = 0; /* the slot is not lazy */
     slot->param = Py_NewRef(param);
     return pli_check(state, pli_layout_copy(&tensor.layout, &slot->layout));
 }
@@ -204,7 +204,7 @@ void pli_reducer_free_spec(pl_reducer_spec *spec)
     pli_free((void *)spec->caps.each);
 }
 
-/* Where the model is: on `device`, or else where its first parameter is. */
+/* The model's device: `device`, or else that of its first parameter. */
 static int read_place(const module_state *state, PyObject *params, PyObject *device,
                       dl_device *out)
 {
@@ -214,7 +214,7 @@ static int read_place(const module_state *state, PyObject *params, PyObject *dev
         return 0;
     }
     if (PyList_GET_SIZE(params) == 0)
-        return 0; /* pli_reducer_read() says so */
+        return 0; /* pli_reducer_read() reports it */
     const int status =
         pli_tensor_place(state, PyList_GET_ITEM(params, 0), "parameter 0", out);
     if (out->type != DL_CUDA)

@@ -12,18 +12,18 @@ typedef struct pli_reducer_args {
     Py_ssize_t bucket_bytes;
     Py_ssize_t last_bytes;
     Py_ssize_t view_bytes; /* the smallest gradient that becomes a view */
-    PyObject *sparse;      /* list of indices into params; NULL: none */
-    PyObject *caps;        /* tuple of a size for each bucket; NULL: none */
+    PyObject *sparse;      /* list of indices into params, or NULL */
+    PyObject *caps;        /* tuple with the size of each bucket, or NULL */
     int world_size;        /* 0: up to PL_MAX_RANKS */
     int is_on_device;
 } pli_reducer_args;
 
-/* The caps of buckets, checked; out->each is for pli_free().  -1 with ValueError where
- * a size cannot be. */
+/* Reads and checks the caps of buckets; out->each is for pli_free().  Returns -1 with
+ * ValueError if a size is out of range. */
 int pli_reducer_read_caps(const module_state *state, const pli_reducer_args *args,
                           pl_plan_caps *out);
 
-/* What they make up. */
+/* The parts made from the arguments. */
 typedef struct pli_reducer_parts {
     grad_slot *slots; /* for pli_free_slots() */
     size_t n_slots;
@@ -32,8 +32,8 @@ typedef struct pli_reducer_parts {
     pl_reducer_spec spec; /* for pli_reducer_free_spec() */
 } pli_reducer_parts;
 
-/* Reads all but the world; *out is to be freed after a failure too.  On a GPU those
- * that are declared sparse are reduced densely, as any. */
+/* Reads all but the world; free *out after a failure too.  On a GPU, gradients declared
+ * sparse are reduced as dense ones. */
 int pli_reducer_read(const module_state *state, dl_device place,
                      const pli_reducer_args *args, pli_reducer_parts *out);
 void pli_reducer_free_spec(pl_reducer_spec *spec);

@@ -25,13 +25,13 @@ static int register_hook(const module_state *state, reducer_object *self, size_t
         PyErr_Clear();
         return 0;
     }
-    /* torch.utils.swap_tensors leaves the dict here and takes what calls it away: then
-     * a hook that is added is not called before the dict is set anew. */
+    /* torch.utils.swap_tensors keeps this dict, but moves away the C++ hook that calls
+     * it: then added hooks run only after the dict is set again. */
     return PyObject_SetAttrString(slot->param, "_post_accumulate_grad_hooks",
                                   slot->hooks);
 }
 
-/* What moves the gradients; for pli_backend_destroy(). */
+/* Makes the backend that moves the gradients; for pli_backend_destroy(). */
 static int make_backend(const module_state *state, reducer_object *self)
 {
     const size_t n_most =
@@ -46,11 +46,11 @@ static int make_backend(const module_state *state, reducer_object *self)
     return 0;
 }
 
-/* When the memory of a large gradient is freed that was copied to its slot.  Freed at
- * once, it can be the top of the heap, which malloc then gives back to the kernel, and
- * the next layer takes a page fault for each of its pages: for a ResNet 14,000 a step,
- * a tenth of its time.  Until the end of the step, the heap is left as large as it is
- * without data parallelism; the memory that this costs is bounded. */
+/* Whether to free copied gradients at the end of the step only.  If a large gradient is
+ * freed at once, its memory can be the top of the heap, which malloc returns to the
+ * kernel, and the next layer takes a page fault for each of its pages: for a ResNet
+ * 14,000 a step, a tenth of its time.  Waiting keeps the heap as large as it is without
+ * data parallelism; the cost in memory is bounded. */
 static int may_retain(const reducer_object *self)
 {
     size_t n_bytes = 0;
@@ -60,7 +60,7 @@ static int may_retain(const reducer_object *self)
     return n_bytes <= MOST_RETAINED_BYTES;
 }
 
-/* Every rank does this at the same time. */
+/* Every rank calls this at the same time. */
 static int prepare(reducer_object *self)
 {
     if (!pli_is_on_device(self))

@@ -1,7 +1,7 @@
-/* reducer_list.c - reducers enter the list when they are made, and leave at their end.
+/* reducer_list.c - reducers enter the list when they are made, and leave when they end.
  *
- * With a GIL nobody sees a reducer between its last reference and its leaving.  Without
- * one another thread may, and tells by the weak reference that each has to itself.
+ * With a GIL no thread finds a reducer that has lost its last reference.  Without a GIL
+ * a thread may; the weak reference that each reducer has to itself then shows the loss.
  */
 #include "reducer_list.h"
 
@@ -34,7 +34,7 @@ reducer_object *pli_reducer_ref(reducer_object *self)
 #ifdef Py_GIL_DISABLED
     PyObject *object = NULL;
     if (PyWeakref_GetRef(self->weak_self, &object) < 0)
-        PyErr_Clear(); /* of what is no weak reference alone */
+        PyErr_Clear(); /* set only if weak_self is no weak reference */
     return (reducer_object *)object;
 #else
     return (reducer_object *)Py_NewRef((PyObject *)self);

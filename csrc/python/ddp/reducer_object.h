@@ -1,8 +1,8 @@
-/* reducer_object.h - the Reducer object: what the files of a step share, and what may
- * be asked of it.
+/* reducer_object.h - the Reducer object: state and helpers that the files of a step
+ * share.
  *
- * A gradient is handled by one of three policies, chosen by size and by what is
- * declared, so equal on every rank:
+ * One of three policies handles a gradient.  Its size and declaration choose the
+ * policy, so all ranks choose the same:
  *
  *   copy  (small) the gradient stays the user's tensor; its values are copied to the
  *         slot as it comes and the reduced ones are copied back at the end.  Cheapest:
@@ -13,7 +13,7 @@
  *   sparse (declared) the gradient stays where it is, and its rows are averaged at the
  *         end: sparse_grads.h.
  *
- * Who calls whom:
+ * Calls go in this direction:
  *
  *     reducer_type -> reducer_build, uneven_inputs, hook_type
  *       -> backward_end_type -> dropped_backward
@@ -28,88 +28,89 @@
 #include "reducer/reducer.h"
 #include "world.h"
 
-/* How a slot is filled in this step.  A large gradient is copied back for one step
- * where a view would be seen: its own graph is recorded (create_graph), another hook
- * looks at it, or its strides are not the slot's. */
+/* How a slot is filled in this step.  A large gradient is copied back for one step if
+ * its view would be visible: its graph is recorded (create_graph), another hook reads
+ * it, or its strides differ from the slot's. */
 typedef enum grad_mode { GRAD_UNTOUCHED, GRAD_COPY, GRAD_VIEW } grad_mode;
 typedef enum grad_policy { POLICY_COPY, POLICY_VIEW, POLICY_SPARSE } grad_policy;
 
-/* What every gradient touches comes first, in one line of the cache. */
+/* Fields that every gradient touches come first, in one cache line. */
 typedef struct grad_slot {
     PyObject *param;
-    PyObject *hooks;    /* the parameter's dict of hooks like ours; NULL: not known */
+    PyObject *hooks;    /* dict of post-accumulate hooks; NULL: unknown */
     pli_layout *layout; /* of the slot */
     grad_policy policy;
-    char is_unseen;         /* the gradient holds something that the peers lack */
-    unsigned n_sparse_dims; /* of the gradient read last; 0: dense */
-    uint64_t answered;      /* forwards.n when a step last took a gradient of it */
-    char is_unused;         /* no output of the last forward shows it; for is_strict */
+    char is_unseen;         /* the gradient holds values that the peers lack */
+    unsigned n_sparse_dims; /* of the last gradient read; 0: dense */
+    uint64_t answered;      /* forwards.n when a step last took its gradient */
+    char is_unused;         /* the last outputs do not depend on it; for is_strict */
     /* of the step under way */
     grad_mode mode;
-    char is_deferred; /* taken at the end: a hook of the user's ran after ours */
-    char had_grad;    /* `.grad` was there before; noted for views, with keeps_grads */
-    PyObject *target; /* copy: what is written to; view: what `.grad` stays */
-    PyObject *late;   /* view: what came after the bucket was posted */
-    PyObject *retained; /* view: what was copied, until the end of the step; on a GPU:
-                           what is yet to be copied, one or a tuple of two */
-    PyObject *saved;    /* the values of a view that perhaps no rank has used */
+    char is_deferred;   /* taken at the end: a user's hook ran after ours */
+    char had_grad;      /* `.grad` existed before; set for views, with keeps_grads */
+    PyObject *target;   /* copy: tensor to write to; view: tensor that `.grad` stays */
+    PyObject *late;     /* view: the gradient that came after the bucket was posted */
+    PyObject *retained; /* view: the copied gradient, until the end of the step; on a
+                           GPU: gradients yet to be copied, one or a tuple of two */
+    PyObject *saved;    /* values of a view that perhaps no rank has used */
     /* of the whole life */
     PyObject *hook;   /* the hook object */
-    PyObject *handle; /* torch's RemovableHandle of it */
+    PyObject *handle; /* torch's RemovableHandle of the hook */
 } grad_slot;
 
-/* A module's buffer: where to find the tensor that is it now. */
+/* A module's buffer: how to find its current tensor. */
 typedef struct grad_buffer {
     PyObject *owner; /* the module's `_buffers` */
     PyObject *name;
     size_t offset; /* in the reducer's extra memory */
     size_t n_bytes;
-    PyObject *seen; /* the tensor, and its version, when taking over was deferred */
+    PyObject *seen; /* the tensor, and its version, when its take-over was deferred */
     long version;
 } grad_buffer;
 
 typedef enum grad_recording { RECORDING_OFF, RECORDING_ON } grad_recording;
 typedef enum grad_engine { ENGINE_CALLS_BACK, ENGINE_COMPILED } grad_engine;
 typedef enum buffers_state { BUFFERS_CURRENT, BUFFERS_RECEIVED } buffers_state;
-/* Whether what was sent of the buffers last is the same on all ranks. */
+/* Whether the buffers sent last are the same on all ranks. */
 typedef enum buffers_sent { BUFFERS_UNSENT, BUFFERS_SENT } buffers_sent;
-/* Whether a step failed where no exception could reach this rank's program. */
+/* Whether a step failed without an exception that could reach this rank's program. */
 typedef enum unseen_failure { NO_FAILURE_UNSEEN, FAILURE_UNSEEN } unseen_failure;
-/* Whether the model was wrapped anew, so that another reducer has its parameters. */
+/* Whether the model was wrapped again: then another reducer has its parameters. */
 typedef enum attachment { ATTACHED, DETACHED } attachment;
 typedef enum sync_mode { SYNC_OFF, SYNC_ON } sync_mode;
 
 enum { NO_CONTEXT = -1 }; /* gradients are the parameters' `.grad` */
 
-/* By how many ranks the sums of a join context are divided, and what happens there when
- * the first rank has no batches left. */
+/* The divisor of a join context's sums, and its action when the first rank runs out of
+ * batches. */
 typedef enum join_divisor { DIVIDE_BY_WORLD_SIZE, DIVIDE_BY_N_ACTIVE } join_divisor;
 typedef enum join_end { JOIN_GOES_ON, JOIN_RAISES } join_end;
-/* What becomes of `.grad` on a rank that takes a shadow step. */
+/* What a shadow step does to `.grad`. */
 typedef enum join_grads { JOIN_LEAVES_GRADS, JOIN_BINDS_RESULTS } join_grads;
 
-/* Of a forward: whether the wrapper was in training mode. */
+/* Whether a forward ran with the wrapper in training mode. */
 typedef enum forward_mode { MODE_EVALUATION, MODE_TRAINING, N_MODES } forward_mode;
 
-/* Forwards through the wrapper whose backward is to be synchronised: forwards.c. */
+/* Counts of synchronised forwards through the wrapper: forwards.c. */
 typedef struct forward_counts {
-    uint64_t n;          /* that have ended, in all */
-    uint64_t n_before;   /* ... when the last step ended */
-    uint64_t n_over;     /* the backward of the first n_over is awaited no longer */
-    unsigned n_training; /* since the last step, in training mode */
-    unsigned n_answered[N_MODES];   /* whose backward has begun since the last step */
-    unsigned n_unanswered[N_MODES]; /* after the last step, watched, has not begun */
+    uint64_t n;                   /* ended, in total */
+    uint64_t n_before;            /* ... when the last step ended */
+    uint64_t n_over;              /* no longer await a backward: the first n_over */
+    unsigned n_training;          /* since the last step, in training mode */
+    unsigned n_answered[N_MODES]; /* their backward began since the last step */
+    unsigned
+        n_unanswered[N_MODES]; /* watched since the last step, and no backward yet */
 } forward_counts;
 
-/* Where the gradients are, and what is on its way there. */
+/* Where the gradients are, and copies to them in flight. */
 typedef struct reducer_device {
     dl_device place;   /* of the parameters */
     gpu_object *gpu;   /* the world's; NULL: the CPU */
     pl_stream *stream; /* of the GPU, current in the hook that runs */
-    pl_move *copies;   /* to be made in one launch; room for all */
+    pl_move *copies;   /* for one launch; room for all */
     size_t n_copies;
     size_t n_released;        /* buckets, in order, whose gradients were dropped */
-    pli_memory_ref *captured; /* memory that a captured step uses; NULL: none was */
+    pli_memory_ref *captured; /* memory that a captured step uses, or NULL */
 } reducer_device;
 
 typedef struct reducer_buffers {
@@ -117,23 +118,23 @@ typedef struct reducer_buffers {
     size_t n;
     buffers_state state;
     buffers_sent sent;
-    unsigned n_notices; /* since the last step or sending */
+    unsigned n_notices; /* since the last step or the last sending */
 } reducer_buffers;
 
-/* What the wrapper chooses. */
+/* Options that the wrapper sets. */
 typedef struct reducer_options {
-    char retains_grads;    /* what was copied is freed at the end of the step */
+    char retains_grads;    /* frees copied gradients at the end of the step */
     char keeps_grads;      /* a `.grad` that a step finds stays the same tensor */
-    char binds_new;        /* `.grad` is made of what is read: results are set anew */
-    char is_strict;        /* a second gradient in one backward is an error: torch's */
-    char follows_forwards; /* a backward of no forward of the wrapper is local */
-    char ends_with_step; /* what a step leaves without gradient is awaited no longer */
+    char binds_new;        /* `.grad` is a derived tensor: results are set anew */
+    char is_strict;        /* as torch, raises at a second gradient in one backward */
+    char follows_forwards; /* a backward without a forward of the wrapper is local */
+    char ends_with_step;   /* after a step no parameter awaits a gradient */
 } reducer_options;
 
 typedef struct reducer_sync {
-    char is_on;         /* forwards are to be synchronised */
-    char is_in_no_sync; /* ... and backwards are not, whatever their forward was */
-    sync_mode backward; /* ... asked for at the forward whose backward runs */
+    char is_on;         /* forwards are synchronised */
+    char is_in_no_sync; /* ... but no backward is, whatever its forward was */
+    sync_mode backward; /* as chosen at the forward whose backward runs */
 } reducer_sync;
 
 typedef struct reducer_join {
@@ -142,20 +143,20 @@ typedef struct reducer_join {
     join_grads grads;
 } reducer_join;
 
-/* Of distributed autograd. */
+/* State of distributed autograd. */
 typedef struct reducer_context {
     PyObject *all;   /* autograd_contexts.Contexts, with RPC; or NULL */
-    PyObject *homes; /* what has each `.grad` in the context; NULL: parameters */
-    long task;       /* whose gradients are in a context; or NO_CONTEXT */
+    PyObject *homes; /* objects with each `.grad` in the context; NULL: parameters */
+    long task;       /* the backward with gradients in a context, or NO_CONTEXT */
 } reducer_context;
 
 typedef struct reducer_object {
     PyObject_HEAD
     struct reducer_object *next; /* in the module's list */
-    unsigned long thread;        /* in which the step under way began */
-    long task;                   /* the backward whose end is waited for, or -1 */
+    unsigned long thread;        /* in which the current step began */
+    long task;                   /* the backward whose end is awaited, or -1 */
     PyObject *weak_references;
-    PyObject *weak_self; /* a weak reference to itself; NULL where there is a GIL */
+    PyObject *weak_self; /* a weak reference to itself; NULL with a GIL */
     PyObject *world;
     pl_comm *comm; /* the world's */
     pl_backend *backend;
@@ -173,11 +174,11 @@ typedef struct reducer_object {
     attachment attachment;
     grad_recording recording;
     grad_engine engine;
-    pl_role role; /* of this rank in the step under way */
+    pl_role role; /* of this rank in the current step */
     reducer_join join;
-    PyObject *on_finish; /* called after each step, in the backward; NULL: nothing */
-    char has_user_hooks; /* in this step: a parameter has hooks of the user's */
-    PyObject *comm_hook; /* a communication hook's: comm_hook.c; NULL: none */
+    PyObject *on_finish; /* called after each step, in the backward; or NULL */
+    char has_user_hooks; /* in this step a parameter has hooks of the user */
+    PyObject *comm_hook; /* serves a communication hook: comm_hook.c; or NULL */
     reducer_context context;
     int n_backward_ends; /* queued in the engine, not yet called */
     int owner_pid;       /* a forked child has no part in the world */
@@ -202,7 +203,7 @@ static inline int pli_is_on_device(const reducer_object *self)
     return self->device.gpu != NULL;
 }
 
-/* Calls without the GIL: the call may take long, or wait for the device. */
+/* Calls without the GIL, since the call may take long or wait for the device. */
 static inline int pli_call_reducer(const reducer_object *self,
                                    pl_status (*call)(pl_reducer *))
 {
@@ -212,7 +213,7 @@ static inline int pli_call_reducer(const reducer_object *self,
     return pli_check(state_of_reducer(self), st);
 }
 
-/* What has the gradient of parameter i as its `.grad`; borrowed. */
+/* The object whose `.grad` is the gradient of parameter i; borrowed. */
 static inline PyObject *pli_grad_home(const reducer_object *self, size_t i)
 {
     return self->context.homes != NULL
@@ -226,19 +227,19 @@ static inline int pli_set_grad(reducer_object *self, size_t i, PyObject *grad)
                             grad);
 }
 
-/* The parameter has other hooks than ours, which see `.grad` before the step ends. */
+/* Whether other hooks than ours see the parameter's `.grad` before the step ends. */
 static inline int pli_has_user_hooks(const grad_slot *slot)
 {
     return slot->hooks != NULL && PyDict_Size(slot->hooks) > 1;
 }
 
-/* Where the slot of parameter i begins: host or device memory. */
+/* The beginning of parameter i's slot, in host or device memory. */
 static inline void *pli_slot_memory(const reducer_object *self, size_t i)
 {
     return pli_comm_memory(self->comm, pl_reducer_slot_offset(self->reducer, i));
 }
 
-/* Where it begins in the window. */
+/* The slot's offset in the window. */
 static inline size_t pli_slot_in_window(const reducer_object *self, size_t i)
 {
     size_t buckets_at, n_bytes;
@@ -246,13 +247,13 @@ static inline size_t pli_slot_in_window(const reducer_object *self, size_t i)
     return pl_reducer_slot_offset(self->reducer, i) - buckets_at;
 }
 
-/* Views of it that live, be one the parameter's gradient or not. */
+/* Number of live views of the slot, the parameter's gradient or others. */
 static inline unsigned pli_slot_n_views(const reducer_object *self, size_t i)
 {
     return self->window != NULL ? atomic_load(&self->window->n_views[i]) : 0;
 }
 
-/* Whether a gradient is such a view. */
+/* Whether a gradient is a view of the slot. */
 static inline int pli_slot_is_seen_by(const reducer_object *self, size_t i,
                                       const pli_tensor *grad)
 {
@@ -274,15 +275,15 @@ static inline int pli_is_anyone_missing(const reducer_object *self)
            pl_comm_world_size(self->comm);
 }
 
-/* Whether means are to be over the active ranks alone.  What a communication hook makes
- * of the gradients is nobody else's to scale. */
+/* Whether means are over the active ranks only.  The result of a communication hook is
+ * not scaled. */
 static inline int pli_is_to_rescale(const reducer_object *self)
 {
     return self->comm_hook == NULL && self->join.divisor == DIVIDE_BY_N_ACTIVE &&
            pli_is_anyone_missing(self);
 }
 
-/* Whether this rank takes the reduced gradients: in a shadow step it may not. */
+/* Whether this rank takes the reduced gradients; in a shadow step it may not. */
 static inline int pli_binds_results(const reducer_object *self)
 {
     return self->role == PL_ACTIVE ||

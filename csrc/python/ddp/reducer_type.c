@@ -1,4 +1,4 @@
-/* reducer_type.c - paceline._native.Reducer: construction, and what Python may ask. */
+/* reducer_type.c - paceline._native.Reducer: construction, methods and attributes. */
 #include <stddef.h>
 #include <unistd.h>
 
@@ -119,7 +119,7 @@ static int reducer_clear(PyObject *object)
     return 0;
 }
 
-/* Before anything of it goes: no hook leads here from another thread. */
+/* Before members are freed: stops hooks in other threads from leading here. */
 static void detach_hooks(const reducer_object *self)
 {
     PLI_ENTER(self);
@@ -144,7 +144,7 @@ static void reducer_dealloc(PyObject *object)
         self->device.captured->release(self->device.captured);
     pli_backend_destroy(self->backend);
     pli_free(self->device.copies);
-    Py_CLEAR(self->world); /* last: all of the above lives in its memory */
+    Py_CLEAR(self->world); /* last: the rest lives in its memory */
     pli_object_free(object);
 }
 
@@ -159,9 +159,8 @@ static int is_in_backward(const module_state *state)
     return is_inside;
 }
 
-/* Before a synchronised forward: leaves a failed step behind.  One that only peers have
- * failed is met where this rank waits for them, and not before: what it raises by
- * itself comes first. */
+/* Before a synchronised forward: leaves a failed step behind.  If only a peer failed,
+ * this rank meets that when it waits for peers, so that its own errors come first. */
 static int leave_failure(reducer_object *self)
 {
     if (!self->sync.is_on || !pl_reducer_has_failed(self->reducer))
@@ -178,8 +177,7 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
     reducer_object *self = reducer_of(object);
     const module_state *state = state_of(object);
     (void)ignored;
-    /* A forward inside a backward is a checkpoint's recomputation: it changes nothing.
-     */
+    /* A forward inside a backward is a checkpoint's recomputation: ignore it. */
     if (is_in_backward(state))
         Py_RETURN_NONE;
     if (pli_step_check_process(self) != 0 || pli_backward_end_await(self) != 0)
@@ -203,7 +201,7 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
     if (leave_failure(self) != 0 ||
         (pli_is_on_device(self) && pli_buffers_apply(self) != 0))
         return NULL;
-    /* An exception of before was overcome; one that failed a step is yet to be read. */
+    /* Drop an old exception, unless it failed a step: peers must still read it. */
     if (!pl_reducer_has_failed(self->reducer))
         pli_comm_set_failure_message(self->comm, NULL);
     pli_comm_record_activity(self->comm, PL_FORWARD,
@@ -224,7 +222,7 @@ static PyObject *reducer_forward_ends(PyObject *object, PyObject *args)
             token =
                 pli_forwards_end(self, is_watched ? OUTPUTS_WATCHED : OUTPUTS_UNWATCHED,
                                  is_training ? MODE_TRAINING : MODE_EVALUATION);
-        else if (!is_watched) /* backwards of no known beginning are awaited no more */
+        else if (!is_watched) /* no backward of it can be seen: await none */
             self->forwards.n_over = self->forwards.n;
     }
     if (!pl_reducer_is_active(self->reducer))
@@ -246,7 +244,7 @@ static PyObject *reducer_forward_fails(PyObject *object, PyObject *ignored)
     PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     (void)ignored;
-    /* Where a peer has failed, that is the same step: this rank has given it up too. */
+    /* If a peer has failed, it was in the same step, which this rank gave up too. */
     if (self->sync.is_on && !is_in_backward(state_of(object)))
         pl_reducer_skip(self->reducer);
     Py_RETURN_NONE;
@@ -329,7 +327,7 @@ static PyObject *reducer_get_is_active(PyObject *object, void *closure)
     return PyBool_FromLong(pl_reducer_is_active(reducer_of(object)->reducer));
 }
 
-/* [[parameter, ...], ...]: the buckets in their order, as the plan has them now. */
+/* [[parameter, ...], ...]: the current plan's buckets, in order. */
 static PyObject *reducer_get_buckets(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
@@ -347,7 +345,7 @@ static PyObject *reducer_get_buckets(PyObject *object, void *closure)
     return buckets;
 }
 
-/* How often each parameter got a gradient in the step begun last. */
+/* How often each parameter got a gradient in the last step begun. */
 static PyObject *reducer_get_ready_counts(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
@@ -366,49 +364,49 @@ static PyMethodDef reducer_methods[] = {
      "forward_begins($self, /)\n--\n\nTake over buffers, and leave a failed step "
      "behind."},
     {"forward_ends", reducer_forward_ends, METH_VARARGS,
-     "forward_ends($self, is_watched, is_training, /)\n--\n\nReturn a token for "
-     "on_output, which is called when its backward begins, if is_watched; else 0."},
+     "forward_ends($self, is_watched, is_training, /)\n--\n\nIf is_watched, return "
+     "a token for the on_output() call when its backward begins; else return 0."},
     {"await_backward", reducer_await_backward, METH_NOARGS,
-     "await_backward($self, /)\n--\n\nTake the next backward for that of a "
+     "await_backward($self, /)\n--\n\nTreat the next backward as that of a "
      "synchronised forward."},
     {"forward_fails", reducer_forward_fails, METH_NOARGS,
-     "forward_fails($self, /)\n--\n\nNo backward comes of the forward begun last."},
+     "forward_fails($self, /)\n--\n\nThe forward begun last will have no backward."},
     {"sync_buffers", reducer_sync_buffers, METH_NOARGS,
      "sync_buffers($self, /)\n--\n\nIn a training forward on the CPU: take over rank "
-     "0's buffers, as they are now."},
+     "0's current buffers."},
     {"apply_buffers", reducer_apply_buffers, METH_NOARGS,
-     "apply_buffers($self, /)\n--\n\nTake over what rank 0 sent with the last step."},
+     "apply_buffers($self, /)\n--\n\nTake over rank 0's buffers of the last step."},
     {"on_output", reducer_on_output, METH_VARARGS,
      "on_output($self, is_synchronised, token, /)\n--\n\nThe backward of a forward "
-     "begins: whether that was to be synchronised, and its token the first time, 0 "
-     "later. False: another reducer has the parameters."},
+     "begins. is_synchronised is that of the forward; token is its token the first "
+     "time, 0 later. Return False if another reducer has the parameters."},
     {"arrive_in_context", pli_hook_arrive_in_context, METH_VARARGS,
-     "arrive_in_context($self, index, task, /)\n--\n\nA parameter has got a "
-     "gradient in a context of torch.distributed.autograd, and not as `grad`, in the "
-     "backward of this number."},
+     "arrive_in_context($self, index, task, /)\n--\n\nIn backward number "
+     "task, a parameter got a gradient in a context of torch.distributed.autograd, "
+     "not as its `grad`."},
     {"detach", reducer_detach, METH_NOARGS,
-     "detach($self, /)\n--\n\nTake the hooks off the parameters: another reducer has "
-     "them from now on, also for outputs of forwards before."},
+     "detach($self, /)\n--\n\nRemove the hooks from the parameters: another reducer "
+     "has them from now on, also for outputs of earlier forwards."},
     {"shadow_step", pli_join_shadow_step, METH_VARARGS,
      "shadow_step($self, is_first, binds_results, /)\n--\n\nTake part in one step "
      "without gradients; return the number of ranks that had gradients, and the "
      "highest rank that took its first shadow step, or -1."},
     {"set_join", pli_join_set, METH_VARARGS,
-     "set_join($self, divides_by_active, raises, /)\n--\n\nForget who was missing; set "
-     "whether means are over the active ranks, and whether backward raises where a "
-     "rank is missing."},
+     "set_join($self, divides_by_active, raises, /)\n--\n\nForget which ranks were "
+     "missing; set whether means are over the active ranks, and whether backward "
+     "raises if a rank is missing."},
     {"abandon", pli_join_abandon, METH_O,
-     "abandon($self, text, /)\n--\n\nSend to the peers, unless they know, that this "
+     "abandon($self, text, /)\n--\n\nTell the peers, unless they were told, that this "
      "rank will not take the next step, and why."},
     {"set_comm_hook", (PyCFunction)(void (*)(void))pli_comm_hook_set,
      METH_VARARGS | METH_KEYWORDS,
-     "set_comm_hook($self, hook, bucket_bytes, last_bytes, caps=())\n--\n\nHave a hook "
-     "average the buckets from now on, laid out anew under these caps: its "
-     "post(bucket) is called with each that is full, its finish() when all are, "
-     "abandon() when a step fails, and finish_sparse(params, is_active, binds) with "
-     "what is declared sparse."},
+     "set_comm_hook($self, hook, bucket_bytes, last_bytes, caps=())\n--\n\nLet a hook "
+     "average the buckets from now on, laid out anew with these caps. The reducer "
+     "calls its post(bucket) for each full bucket, finish() when all are full, "
+     "abandon() when a step fails, and finish_sparse(params, is_active, binds) for "
+     "parameters declared sparse."},
     {"poll", pli_comm_hook_poll, METH_NOARGS,
-     "poll($self, /)\n--\n\nRaise where a rank has failed or is gone."},
+     "poll($self, /)\n--\n\nRaise if a rank has failed or left."},
     {"read_bucket", pli_comm_hook_read_bucket, METH_VARARGS,
      "read_bucket($self, bucket, tensor, /)\n--\n\nCopy a bucket's gradients, one "
      "after another, to a tensor."},
@@ -419,18 +417,18 @@ static PyMethodDef reducer_methods[] = {
 
 static PyGetSetDef reducer_getset[] = {
     {"step", reducer_get_step, NULL, "Number of synchronised backwards begun.", NULL},
-    {"is_active", reducer_get_is_active, NULL, "Whether a step is under way.", NULL},
+    {"is_active", reducer_get_is_active, NULL, "Whether a step is in progress.", NULL},
     {"n_active", reducer_get_n_active, NULL, "Ranks with gradients, last step.", NULL},
     {"buckets", reducer_get_buckets, NULL, "Parameters' indices, by bucket.", NULL},
     {"ready_counts", reducer_get_ready_counts, NULL,
      "How often each parameter got a gradient in the last step; 255: or more.", NULL},
     {"has_other_buffers", pli_buffers_get_are_others, NULL,
-     "Whether a buffer is gone, or of another size than it had.", NULL},
+     "Whether a buffer is gone, or has changed its size.", NULL},
     {"unused", NULL, pli_hook_set_flags,
-     "A byte a parameter: whether its gradient is torch's error, under strict.",
+     "A byte a parameter: whether a gradient for it raises, as in torch, under strict.",
      (void *)offsetof(grad_slot, is_unused)}, /* NOLINT: an offset */
     {"unseen", pli_hook_get_flags, pli_hook_set_flags,
-     "A byte a parameter: whether its gradient has accumulated what no step averaged.",
+     "A byte a parameter: whether its gradient holds values that no step averaged.",
      (void *)offsetof(grad_slot, is_unseen)}, /* NOLINT: an offset */
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -439,24 +437,25 @@ static PyMemberDef reducer_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(reducer_object, weak_references),
      READONLY, NULL},
     {"on_finish", T_OBJECT, offsetof(reducer_object, on_finish), 0,
-     "Called without arguments after each step, inside the backward; None: nothing."},
+     "Called without arguments after each step, inside the backward; or None."},
     {"contexts", T_OBJECT, offsetof(reducer_object, context.all), 0,
-     "Called at the end of a backward that arrive_in_context() was called in, with its "
-     "number; returns what has the gradients, each as its `grad`."},
+     "Called with a backward's number at its end, if arrive_in_context() was called in "
+     "it; returns the objects that have the gradients as their `grad`."},
     {"sync", T_BOOL, offsetof(reducer_object, sync.is_on), 0,
-     "Whether backwards of the forwards to come are synchronised."},
+     "Whether the backwards of later forwards are synchronised."},
     {"in_no_sync", T_BOOL, offsetof(reducer_object, sync.is_in_no_sync), 0,
-     "Whether none is now, whatever its forward was."},
+     "Whether all backwards are local now, whatever their forward was."},
     {"keeps_grads", T_BOOL, offsetof(reducer_object, options.keeps_grads), 0,
      "Whether a .grad that a step finds stays the same tensor."},
     {"binds_new", T_BOOL, offsetof(reducer_object, options.binds_new), 0,
      "Whether a reduced gradient is set as a new .grad, not written to the old one."},
     {"strict", T_BOOL, offsetof(reducer_object, options.is_strict), 0,
-     "Whether a second gradient of a parameter in one backward is torch's error."},
+     "Whether a second gradient of a parameter in one backward raises, as in torch."},
     {"follows_forwards", T_BOOL, offsetof(reducer_object, options.follows_forwards), 0,
-     "Whether a backward of no forward of the wrapper is local; else all are steps."},
+     "Whether a backward without a forward of the wrapper is local; else all are "
+     "steps."},
     {"ends_with_step", T_BOOL, offsetof(reducer_object, options.ends_with_step), 0,
-     "Whether parameters without a gradient in a step are awaited no longer after it."},
+     "Whether parameters without a gradient in a step stop awaiting one after it."},
     {NULL, 0, 0, 0, NULL},
 };
 

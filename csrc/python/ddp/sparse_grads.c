@@ -1,4 +1,4 @@
-/* sparse_grads.c - sparse gradients: rows out of torch's tensors, and back. */
+/* sparse_grads.c - sparse gradients: rows from torch's tensors and back. */
 #include "sparse_grads.h"
 
 #include <string.h>
@@ -22,7 +22,7 @@ int pli_sparse_mark_ready(reducer_object *self, size_t i)
 {
     pl_ready_result result;
     const int has_grad = pli_sparse_has_grad(self, i);
-    const void *data = has_grad > 0 ? self : NULL; /* only whether there is one */
+    const void *data = has_grad > 0 ? self : NULL; /* not NULL: there is one */
     if (has_grad < 0)
         return -1;
     return pli_check(
@@ -32,12 +32,12 @@ int pli_sparse_mark_ready(reducer_object *self, size_t i)
 
 /* ---- declared: the exchange at the end of the step ------------------------------ */
 
-/* One parameter's part: what this rank has, and where the mean goes. */
+/* One parameter's part: this rank's rows, and the memory for the mean. */
 typedef struct sparse_part {
     size_t slot;
-    PyObject *local; /* (numbers or None, values), or None where there is no gradient */
-    PyObject *room;  /* (numbers or None, values, the tensor that they make up) */
-    pl_move mean;    /* whose values these are */
+    PyObject *local; /* (numbers or None, values), or None without a gradient */
+    PyObject *room;  /* (numbers or None, values, the tensor made of them) */
+    pl_move mean;    /* the mean's values */
 } sparse_part;
 
 typedef struct sparse_step {
@@ -57,15 +57,15 @@ static size_t count_parts(const reducer_object *reducer)
     return n_parts;
 }
 
-/* What begins a list of no rows: it has no memory, and NULL stands for all rows. */
+/* Stands for an empty list of rows, which has no memory: NULL would mean all rows. */
 static int64_t *no_indices(void)
 {
     static int64_t none;
     return &none;
 }
 
-/* Reads a tuple of numbers and values, which owns the memory; -1 where they do not fit
- * the table. */
+/* Reads a tuple of numbers and values, which owns the memory; -1 if they do not fit the
+ * table. */
 static int read_rows(const module_state *state, PyObject *tuple, const pl_table *table,
                      pl_sparse_rows *out)
 {
@@ -111,7 +111,7 @@ static int read_part(sparse_step *self, size_t t, size_t slot)
     part->slot = slot;
     self->tables[t] = table_of(layout);
     self->rows[t] = (pl_sparse_rows){.indices = no_indices()};
-    /* In a shadow step there is none: the gradient is that of a step before. */
+    /* In a shadow step the gradient is that of an earlier step: ignore it. */
     part->local = self->reducer->role == PL_ACTIVE
                       ? PyObject_CallOneArg(state->sparse_read,
                                             pli_grad_home(self->reducer, slot))
@@ -149,7 +149,7 @@ static int begin(sparse_step *self)
     return pli_check(state, pl_exchange_create(&spec, &self->exchange));
 }
 
-/* Makes the tensors that the means are written to. */
+/* Makes the tensors that receive the means. */
 static int make_room(sparse_step *self, size_t t)
 {
     const module_state *state = state_of_reducer(self->reducer);
@@ -245,7 +245,7 @@ int pli_sparse_densify(reducer_object *self, size_t i, PyObject **grad)
 
 /* ---- the end of the step: a mean becomes the gradient ---------------------------- */
 
-/* 1 where both have the same layout, 0, or -1. */
+/* Returns 1 if both have the same layout, 0, or -1. */
 static int has_layout_of(PyObject *tensor, PyObject *other)
 {
     PyObject *layout = PyObject_GetAttrString(tensor, "layout");

@@ -1,12 +1,12 @@
 /* sparse_grads.h - gradients that are sparse tensors.
  *
- * Of a parameter *declared* sparse (POLICY_SPARSE) nothing lies in the buckets: a
- * gradient that comes is counted and stays where it is, and at the end of the step the
- * rows that any rank has are averaged over all (sparse_exchange.h).  Where some rank's
- * is dense, so is the mean, on every rank.
+ * A parameter *declared* sparse (POLICY_SPARSE) has no place in the buckets.  Its
+ * gradient is counted when it comes and stays where it is.  At the end of the step, the
+ * rows that any rank has are averaged over all ranks (sparse_exchange.h).  If any
+ * rank's gradient is dense, the mean is dense on every rank.
  *
- * A sparse gradient of any other parameter is reduced densely, by a copy, and handed
- * back sparse where no rank's was dense.
+ * A sparse gradient of any other parameter is reduced as a dense copy.  The result is
+ * sparse if no rank's gradient was dense.
  */
 #ifndef PLI_SPARSE_GRADS_H
 #define PLI_SPARSE_GRADS_H
@@ -19,19 +19,19 @@ int pli_sparse_has_grad(const reducer_object *self, size_t i);
 /* Backward has produced a gradient for slot i, which is declared sparse. */
 int pli_sparse_mark_ready(reducer_object *self, size_t i);
 
-/* After the means of the buckets: averages what is declared sparse, of all slots; each
- * slot's target is its mean, unless a communication hook has put that in place. */
+/* After the means of the buckets: averages the gradients declared sparse, of all slots.
+ * Each slot's target is its mean, unless a communication hook stored that. */
 int pli_sparse_finish(reducer_object *self);
 
-/* Makes a mean the gradient of slot i.  It calls nothing that is written in Python. */
+/* Makes a mean the gradient of slot i.  Calls nothing that is written in Python. */
 int pli_sparse_put(reducer_object *self, size_t i, PyObject *mean);
 
-/* The gradient of slot i, which is not declared sparse: if it is sparse, *grad is
- * exchanged for a dense copy.  The slot's n_sparse_dims says which it was. */
+/* For slot i, not declared sparse: if *grad is sparse, replaces it by a dense copy.
+ * Sets the slot's n_sparse_dims accordingly. */
 int pli_sparse_densify(reducer_object *self, size_t i, PyObject **grad);
 
-/* The mean in the slot becomes the gradient: sparse again, or dense for who has a
- * sparse one while another rank's is dense. */
+/* Makes the slot's mean the gradient: sparse again, or dense if any rank's gradient was
+ * dense. */
 int pli_sparse_put_mean(reducer_object *self, size_t i);
 
 #endif

@@ -1,4 +1,4 @@
-/* step.c - one backward: from its first gradient to its reduced ones. */
+/* step.c - one backward: from its first gradient to its reduced gradients. */
 #include "step.h"
 
 #include <unistd.h>
@@ -18,15 +18,15 @@ static pl_status recover_slice(void *reducer, int64_t slice_ns)
     return pl_reducer_recover(reducer, slice_ns);
 }
 
-/* Whether the thread does not show which backward a step is of.  A device has one, for
- * everybody's; one of torch.distributed.autograd may go through several. */
+/* Whether a step's thread does not identify its backward.  A device has one thread for
+ * all backwards; a backward of torch.distributed.autograd may use several threads. */
 static int goes_by_task(const reducer_object *self)
 {
     return pli_is_on_device(self) || self->context.task != NO_CONTEXT;
 }
 
-/* Whether both reducers' steps are of the backward that ends in this thread with
- * `self`'s.  On the CPU a backward stays in its thread, nested ones with it. */
+/* Whether both reducers' steps belong to the backward that ends in this thread with
+ * `self`'s.  On the CPU a backward and those nested in it stay in one thread. */
 static int is_same_backward(const reducer_object *self, const reducer_object *other)
 {
     if (other == self)
@@ -41,7 +41,7 @@ static pl_status wait_slice(void *reducer, int64_t slice_ns)
     return pl_reducer_wait(reducer, slice_ns);
 }
 
-/* Whether the backward is recorded itself (create_graph). */
+/* Whether the backward itself is recorded (create_graph). */
 static int read_recording(reducer_object *self)
 {
     const int is_recorded =
@@ -58,7 +58,7 @@ int pli_step_check_process(const reducer_object *self)
         return 0;
     return pli_error(
         PyExc_RuntimeError,
-        "this process (%d) was forked from rank %d (process %d) and is no rank "
+        "this process (%d) was forked from rank %d (process %d) and is not a rank "
         "itself: use the bare model (wrapper.module) here",
         (int)getpid(), pl_comm_rank(self->comm), self->owner_pid);
 }
@@ -68,9 +68,9 @@ int pli_step_recover(reducer_object *self)
     return pli_wait_in_slices(state_of_reducer(self), recover_slice, self->reducer);
 }
 
-/* ---- views that somebody keeps -------------------------------------------------- */
+/* ---- views that are still in use ------------------------------------------------- */
 
-/* 1 where a view of slot i will still be seen when the slot is written, 0, or -1. */
+/* Returns 1 if a view of slot i will be in use when the slot is written, 0, or -1. */
 static int is_kept(reducer_object *self, size_t i)
 {
     const grad_slot *slot = &self->slots[i];
@@ -99,7 +99,7 @@ static int is_any_kept(reducer_object *self)
     return status;
 }
 
-/* On a GPU: makes sure that no slot is written anew of which somebody keeps a view. */
+/* On a GPU: ensures that no slot with a view in use is overwritten. */
 static int protect_views(reducer_object *self)
 {
     int captures = 0;
@@ -131,7 +131,7 @@ int pli_step_begin(reducer_object *self)
         pli_step_recover(self) != 0 || pli_gpu_step_check_capture(self) != 0 ||
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
-    if (has_failed) /* a backward is tried again, and not its forward */
+    if (has_failed) /* a backward is tried again without a new forward */
         pli_forwards_restart(self, 1);
     self->thread = PyThread_get_thread_ident();
     self->has_user_hooks = 0;
@@ -145,8 +145,8 @@ int pli_step_begin(reducer_object *self)
 
 /* ---- gradients that torch.distributed.autograd keeps in a context ---------------- */
 
-/* That one has come is all that is recorded in the backward; at its end, all are read
- * from the context, and the results are written to them in place. */
+/* During the backward only the arrival of a gradient is recorded.  At its end all
+ * gradients are read from the context, and the results are written to them in place. */
 static int open_context(reducer_object *self)
 {
     if (self->context.task == NO_CONTEXT || self->context.homes != NULL)
@@ -182,7 +182,7 @@ static int close_reducer(reducer_object *self)
                : pli_check(state_of_reducer(self), pl_reducer_close(self->reducer));
 }
 
-/* Takes a gradient that was deferred, or marks a parameter that none came for. */
+/* Takes a deferred gradient, or marks a parameter without one. */
 static int complete(reducer_object *self, size_t i)
 {
     grad_slot *slot = &self->slots[i];
@@ -195,7 +195,7 @@ static int complete(reducer_object *self, size_t i)
                : 0;
 }
 
-/* Does so for all parameters, and posts the rest of the step. */
+/* Completes all parameters, and posts the rest of the step. */
 static int close_step(reducer_object *self)
 {
     if (pli_gpu_step_read_stream(self) != 0 || open_context(self) != 0)
@@ -211,8 +211,7 @@ static int close_step(reducer_object *self)
     return 0;
 }
 
-/* The peers have done their part; what the stream does next comes behind the results.
- */
+/* Waits until the peers did their part; orders a GPU's stream after the results. */
 static int wait_step(reducer_object *self)
 {
     if (pli_wait_in_slices(state_of_reducer(self), wait_slice, self->reducer) != 0)
@@ -220,8 +219,8 @@ static int wait_step(reducer_object *self)
     return pli_is_on_device(self) ? pli_call_reducer(self, pl_reducer_order) : 0;
 }
 
-/* The second all-reduce: of those parameters that some rank got a gradient for after
- * their bucket was posted. */
+/* The second all-reduce, of parameters for which some rank got a gradient after their
+ * bucket was posted. */
 static int reduce_late(reducer_object *self)
 {
     if (pl_reducer_n_late(self->reducer) == 0)
@@ -234,12 +233,12 @@ static int reduce_late(reducer_object *self)
     return close_reducer(self) != 0 ? -1 : wait_step(self);
 }
 
-/* Gives the gradients of the step up. */
+/* Gives up the step's gradients. */
 static void drop_gradients(reducer_object *self)
 {
     for (size_t i = 0; i < self->n_slots; i++) {
         const grad_slot *slot = &self->slots[i];
-        /* A view that was taken away is given back. */
+        /* Give back a view that was taken from `.grad`. */
         if (slot->mode == GRAD_VIEW && slot->target != NULL &&
             pli_set_grad(self, i, slot->target) != 0)
             PyErr_Clear();
@@ -250,8 +249,8 @@ static void drop_gradients(reducer_object *self)
     close_context(self);
 }
 
-/* -1, with MismatchError, where the ranks are not in the same step.  All find it out
- * by themselves, so nothing is sent: the step is ended, and its results are dropped. */
+/* Returns -1, with MismatchError, if the ranks are not in the same step.  All ranks see
+ * this on their own, so none sends a failure: the step ends, without results. */
 static int check_is_same_step(reducer_object *self)
 {
     PyObject *type, *value, *traceback;
@@ -278,17 +277,17 @@ static int bind_results(reducer_object *self)
 
 /* The end of a step, in this order:
  *
- *  1. close_step: parameters without a gradient are marked, the root's buffers packed,
- *     and all that is not posted yet is posted
- *  2. wait_step: every rank has done its part: results and flags are there
+ *  1. close_step: marks parameters without a gradient, packs the root's buffers, and
+ *     posts the rest of the step
+ *  2. wait_step: every rank has done its part: results and flags have arrived
  *  3. check_is_same_step: by the flags, all ranks are in the same step, or all raise
  *  4. reduce_late: late gradients get a second all-reduce
- *  5. pli_comm_hook_finish: what a communication hook began is written to the slots
- *  6. rescale: means are over the active ranks, where a join asks for that
- *  7. pli_sparse_finish: rows of sparse gradients are averaged, into tensors of ours
- *  8. pli_comm_hook_confirm: all ranks have got here, or all give the step up
- *  9. pl_reducer_complete: peers take the step, so this rank may not leave it any more;
- *     from here on nothing of ours runs in the interpreter, where Ctrl-C would raise
+ *  5. pli_comm_hook_finish: a communication hook's results are written to the slots
+ *  6. rescale: if a join asks for that, means are taken over the active ranks only
+ *  7. pli_sparse_finish: rows of sparse gradients are averaged, into new tensors
+ *  8. pli_comm_hook_confirm: all ranks have got here, or all give up the step
+ *  9. pl_reducer_complete: peers keep the step, so this rank may not give it up now;
+ *     from here on no Python code of ours runs, in which Ctrl-C would raise
  * 10. bind_results: reduced gradients become `.grad`
  * 11. pli_buffers_receive: rank 0's buffers are recorded
  */
@@ -318,19 +317,19 @@ void pli_step_fail_with_exception(reducer_object *self)
     Py_XDECREF(text);
 }
 
-/* All gradients are there. */
+/* Called when all gradients are set. */
 static int call_on_finish(reducer_object *self)
 {
     if (self->on_finish == NULL || self->on_finish == Py_None)
         return 0;
-    PyObject *call = Py_NewRef(self->on_finish); /* it may be set anew meanwhile */
+    PyObject *call = Py_NewRef(self->on_finish); /* the call may set another one */
     PyObject *result = PyObject_CallNoArgs(call);
     Py_DECREF(call);
     return pli_drop(result);
 }
 
-/* -1, with torch's exception, where a rank has run out of batches and the join context
- * is to end then. */
+/* Returns -1, with torch's exception, if a rank has run out of batches and the join
+ * context must end then. */
 static int check_join_end(const reducer_object *self)
 {
     if (self->join.end == JOIN_GOES_ON || self->role != PL_ACTIVE ||
@@ -366,8 +365,8 @@ static int finish_if_active(reducer_object *self)
     return pl_reducer_is_active(self->reducer) ? pli_step_finish(self) : 0;
 }
 
-/* Visits every reducer whose step ends with `self`'s, in the order of the list, which
- * may change meanwhile, until a visit fails. */
+/* Visits every reducer whose step ends with `self`'s, in the order of the list, until a
+ * visit fails.  The list may change meanwhile. */
 static int visit_backward(reducer_object *self, int (*visit)(reducer_object *))
 {
     int status = 0;
@@ -387,7 +386,7 @@ int pli_step_finish_all(reducer_object *self)
     int status = visit_backward(self, close_if_open);
     if (status == 0)
         status = visit_backward(self, finish_if_active);
-    /* The others' callbacks are dropped uncalled; this one's has been called. */
+    /* The engine drops the other reducers' callbacks; it has called this reducer's. */
     if (status != 0 && pl_reducer_is_active(self->reducer))
         pli_step_fail(self, NULL);
     return status;
@@ -397,7 +396,7 @@ void pli_step_fail(reducer_object *self, const char *text)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    /* On a device the communicator is aborted, which may take a while. */
+    /* On a device this aborts the communicator, which may take a while. */
     PyThreadState *thread = pli_let_go(self->device.gpu);
     pl_reducer_fail(self->reducer, text);
     pli_take_back(thread);

@@ -1,31 +1,31 @@
-/* step.h - one backward, from its first gradient to its reduced ones. */
+/* step.h - one backward, from its first gradient to its reduced gradients. */
 #ifndef PLI_STEP_H
 #define PLI_STEP_H
 
 #include "reducer_object.h"
 
-/* -1, with an exception, in a process forked from the rank. */
+/* Returns -1, with an exception, in a process forked from the rank. */
 int pli_step_check_process(const reducer_object *self);
 
-/* Leaves a failed step behind, together with every rank; at once where none failed. */
+/* Leaves a failed step behind, with every rank; returns at once if none failed. */
 int pli_step_recover(reducer_object *self);
 
 int pli_step_begin(reducer_object *self);
 
-/* Also raises, after a step without fault, where a join context is to end with it. */
+/* Finishes a step.  After a successful step it raises if a join context must end. */
 int pli_step_finish(reducer_object *self);
 
-/* The outermost backward of this thread is over: posts what is left of every step in
- * it, since another rank may wait for them in another order, and then finishes them in
- * the order in which the reducers were made: the operations that follow those of the
- * buckets (second all-reduces, sparse rows) are then in one order on all ranks. */
+/* The outermost backward of this thread is over.  First posts the rest of every step in
+ * it, since another rank may wait for them in another order.  Then finishes the steps
+ * in the order of their reducers' construction: all ranks then issue later operations
+ * (second all-reduces, sparse rows) in one order. */
 int pli_step_finish_all(reducer_object *self);
 
-/* The step failed here: sends the text to the peers; an exception that is set stays
- * set. */
+/* The step failed here: sends the text to the peers.  Leaves an exception that is set
+ * unchanged. */
 void pli_step_fail(reducer_object *self, const char *text);
 
-/* ... with the text of the exception that is set. */
+/* pli_step_fail() with the text of the exception that is set. */
 void pli_step_fail_with_exception(reducer_object *self);
 
 #endif

@@ -1,9 +1,8 @@
-/* uneven_inputs.c - ranks that have run out of batches, and what they change for the
- * others.
+/* uneven_inputs.c - ranks that ran out of batches, and their effect on others.
  *
- * Such a rank takes shadow steps: whole steps with zeros and no backward, until the
- * participation of a step shows that no rank has gradients any more.  The others take
- * their ordinary steps, and read from the participation who was missing.
+ * Such a rank takes shadow steps: whole steps with zeros and without a backward, until
+ * a step's participation shows that no rank has gradients any more.  The others take
+ * ordinary steps, and read from the participation which ranks were missing.
  */
 #include "uneven_inputs.h"
 
@@ -14,8 +13,8 @@
 
 static int begin(reducer_object *self, pl_role role)
 {
-    /* Gradients that the user sees in their slots keep their values: they are moved
-     * before all slots are written; on a device pli_step_begin() does. */
+    /* Move gradients that are views of their slots before all slots are written: they
+     * keep their values.  On a device pli_step_begin() does that. */
     if (pli_step_check_process(self) != 0 || pli_backward_end_await(self) != 0 ||
         pli_buffers_apply(self) != 0 ||
         (!pli_is_on_device(self) && pli_grad_window_refresh(self) != 0))

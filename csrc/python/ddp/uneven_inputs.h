@@ -1,4 +1,4 @@
-/* uneven_inputs.h - methods of the Reducer for ranks that have run out of batches. */
+/* uneven_inputs.h - methods of the Reducer for ranks that ran out of batches. */
 #ifndef PLI_UNEVEN_INPUTS_H
 #define PLI_UNEVEN_INPUTS_H
 

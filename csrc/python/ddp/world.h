@@ -1,4 +1,4 @@
-/* world.h - a rank's end of a world, as Python holds it. */
+/* world.h - a rank's end of a world, as a Python object. */
 #ifndef PLI_WORLD_H
 #define PLI_WORLD_H
 
@@ -17,24 +17,24 @@ typedef struct listener_object {
 typedef struct world_object {
     PyObject_HEAD
     pl_comm *comm;
-    PyObject *recorder;   /* of this rank's steps; NULL: none */
-    PyObject *group_comm; /* who carries a group_comm's operations; NULL: shared memory
-                             does */
-    gpu_object *gpu;      /* in whose memory the gradients are; NULL: the CPU's */
-    int owner_pid;        /* a forked child leaves what is the GPU's alone */
+    PyObject *recorder; /* of this rank's steps, or NULL */
+    PyObject
+        *group_comm; /* carries a group_comm's operations; NULL: shared memory does */
+    gpu_object *gpu; /* the device with the gradients; NULL: the CPU */
+    int owner_pid;   /* a forked child leaves the GPU's resources alone */
     PyObject *weak_references;
 } world_object;
 
-/* What calls group_comm.issue() and group_comm.wait(), taking the GIL; borrowed. */
+/* Callbacks that take the GIL and call methods of group_comm, which they borrow. */
 pli_group_callbacks pli_group_callbacks_of(PyObject *group_comm);
 
-/* Has a device's world take the place of *comm, its base.  Of `options` all is given
- * but what follows from the rest: `accumulate` is how averages are added up, `nccl` the
- * library's path, or NULL where none was found. */
+/* Replaces *comm, its base, by a device's world.  The caller fills the fields of
+ * `options` that do not follow from other arguments: `accumulate` is how averages are
+ * summed, `nccl` the library's path, or NULL if none was found. */
 int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
                          const char *accumulate, const char *nccl, pl_comm **comm);
 
-/* Releases the GIL if there is a device: a call may wait for the device, or for the
+/* Releases the GIL if the world has a device: a call may wait for the device or the
  * watchdog. */
 static inline PyThreadState *pli_let_go(const gpu_object *gpu)
 {
@@ -50,21 +50,21 @@ static inline void pli_take_back(PyThreadState *thread)
 /* World.issue(kind, dtype, reduction, offset_bytes, n_elems, root) -> ticket */
 PyObject *pli_world_issue(PyObject *object, PyObject *args);
 
-/* The reductions by name. */
+/* The reductions' names. */
 extern const char *const pli_reduction_texts[PL_N_REDUCTIONS];
 
-/* World.broadcast(tensors, root=0): every rank gives dense tensors of the same sizes;
- * the root's values end up in all.  It goes through the whole arena: no gradient may be
- * in it. */
+/* World.broadcast(tensors, root=0): every rank passes dense tensors of the same sizes;
+ * all get the root's values.  It uses the whole arena, which must hold no
+ * gradient. */
 PyObject *pli_world_broadcast(PyObject *object, PyObject *args);
 
 /* nccl_version(path) -> int, of the module */
 PyObject *pli_nccl_version(PyObject *module, PyObject *args);
 
-/* -1 with TypeError unless `device` is a Device, or None. */
+/* Returns -1 with TypeError unless `device` is a Device or None. */
 int pli_check_device(const module_state *state, PyObject *device);
 
-/* The text of an argument, borrowed; NULL with TypeError. */
+/* The text of an argument, borrowed; or NULL with TypeError. */
 const char *pli_text_of(PyObject *argument);
 
 #endif

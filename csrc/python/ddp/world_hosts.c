@@ -1,4 +1,4 @@
-/* world_hosts.c - which ranks are on which host, and the sockets between leaders. */
+/* world_hosts.c - the ranks of each host, and the sockets between host leaders. */
 #include "world_hosts.h"
 
 #include <limits.h>
@@ -29,7 +29,7 @@ int pli_read_ints(PyObject *sequence, const char *what, int least, int *out,
     return status;
 }
 
-/* The tuple owns the texts. */
+/* The tuple owns the strings. */
 static int read_names(PyObject *names, pli_world_hosts *out)
 {
     if (!PyTuple_Check(names) || PyTuple_GET_SIZE(names) != out->n_hosts)
@@ -41,7 +41,7 @@ static int read_names(PyObject *names, pli_world_hosts *out)
     return 0;
 }
 
-/* Which host a rank is on, and which one it is there. */
+/* Finds a rank's host, and its number there. */
 static int find_rank(int rank, int world_size, pli_world_hosts *out)
 {
     int first = 0;

@@ -1,4 +1,4 @@
-/* world_issue.c - World.issue(): an operation in words. */
+/* world_issue.c - World.issue(): an operation given by names. */
 #include <string.h>
 
 #include "world.h"

@@ -13,7 +13,7 @@
 
 #define LONGEST_TIMEOUT 1e9 /* seconds: 31 years */
 
-/* Leaders find out first that another host is late, and tell their host's ranks. */
+/* Leaders notice first that another host is late, and inform their host's ranks. */
 #define HOST_GRACE_NS (10 * INT64_C(1000000000))
 
 typedef struct world_arguments {
@@ -23,9 +23,9 @@ typedef struct world_arguments {
     Py_ssize_t n_ops;
     double timeout;
     PyObject *pids;
-    PyObject *meeting;    /* Listener on rank 0, else its address; None: of one rank */
-    PyObject *group_comm; /* who carries the operations; NULL: none */
-    PyObject *device;     /* the Device that has the gradients; NULL: none */
+    PyObject *meeting;    /* Listener on rank 0, else its address; None if alone */
+    PyObject *group_comm; /* carries the operations; or NULL */
+    PyObject *device;     /* the Device with the gradients, or NULL */
     Py_ssize_t device_bytes;
     const char *nccl;
     const char *accumulate;
@@ -130,8 +130,8 @@ static int check_arguments(const module_state *state, const world_arguments *arg
     if (!is_met && !(is_alone && arguments->meeting == Py_None))
         return pli_error(
             PyExc_TypeError,
-            "meeting is %R: rank 0 gives its Listener, the others its address, "
-            "one that shares no memory None",
+            "meeting is %R: give rank 0's Listener on rank 0, its address on other "
+            "ranks, or None if a rank shares no memory",
             arguments->meeting);
     return 0;
 }
@@ -172,14 +172,14 @@ static pl_status join_hosts(const module_state *state, const world_arguments *ar
     return pli_world_hosts_join(&arguments->by_host, &options, comm);
 }
 
-/* The group comm is to carry what the ranks say while the rest of the world is made. */
+/* Lets the group comm carry the ranks' messages while the rest of the world is made. */
 static int serve(world_object *self)
 {
     return pli_drop(
         PyObject_CallMethod(self->group_comm, "serve", "O", (PyObject *)self));
 }
 
-/* Makes the world, layer by layer; what there is of it is the dealloc's to end. */
+/* Makes the world, layer by layer; after a failure the dealloc ends the layers made. */
 static int build_world(module_state *state, world_object *self,
                        const world_arguments *arguments, const int *pids,
                        const char *address)
@@ -324,8 +324,8 @@ static PyObject *world_leave(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-/* The arena itself, which lives as long as whoever has such a buffer of it; on a GPU
- * with what the ranks tell one another, which a group comm carries as well. */
+/* The arena itself, which lives as long as any buffer of it.  On a GPU it includes the
+ * ranks' board, which a group comm carries as well. */
 static int world_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
     PLI_ENTER(object);
@@ -361,20 +361,20 @@ static PyObject *world_uses_group(PyObject *object, void *closure)
 static PyMethodDef world_methods[] = {
     {"issue", pli_world_issue, METH_VARARGS,
      "issue($self, kind, dtype, reduction, offset_bytes, n_elems, root=0, /)\n--\n\n"
-     "Say that this rank's range is ready for one collective; return its ticket."},
+     "Declare this rank's range ready for one collective; return its ticket."},
     {"wait", world_wait, METH_O,
      "wait($self, ticket, /)\n--\n\nWait until every rank did its part up to ticket."},
     {"recover", world_recover, METH_NOARGS,
      "recover($self, /)\n--\n\nLeave a failed step behind, together with every rank."},
     {"broadcast", pli_world_broadcast, METH_VARARGS,
      "broadcast($self, tensors, root=0, /)\n--\n\nOverwrite every rank's tensors with "
-     "one rank's."},
+     "those of rank root."},
     {"note_exception", world_note_exception, METH_O,
      "note_exception($self, text, /)\n--\n\nKeep a text for peers that must name this "
-     "rank; None forgets it."},
+     "rank; None drops it."},
     {"record", world_record, METH_O,
-     "record($self, recorder, /)\n--\n\nHave this rank's steps recorded, once, before "
-     "the first; the file goes when the rank leaves."},
+     "record($self, recorder, /)\n--\n\nRecord this rank's steps. Call it once, before "
+     "the first step; the file is removed when the rank leaves."},
     {"leave", world_leave, METH_NOARGS,
      "leave($self, /)\n--\n\nSay goodbye to the peers; may be called twice."},
     {NULL, NULL, 0, NULL},
@@ -405,12 +405,11 @@ static PyType_Slot world_slots[] = {
      "RankWorld(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
      "group_comm=None, device=None, device_bytes=0, nccl=None, "
      "accumulate='nccl', hosts=None)\n--\n\n"
-     "A rank's end of a world of processes: of one host, of several, of whose ranks "
-     "and sockets (n_ranks, names, fds) tells, or of any, where a group_comm carries "
-     "what they say. With hosts, pids are those of this one's ranks. Its buffer is "
-     "this rank's arena. With a "
-     "device, as many bytes more are that device's, and NCCL's to reduce: "
-     "added up as it likes, or in 'float32'."},
+     "A rank's end of a world of processes: on one host; on several, with hosts = "
+     "(n_ranks, names, fds); or on any, with a group_comm that carries their "
+     "messages. With hosts, pids are those of this host's ranks. Its buffer is this "
+     "rank's arena. With a device, device_bytes more are in its memory, and NCCL "
+     "reduces them, summed in its own way or in 'float32'."},
     {0, NULL},
 };
 
