@@ -7,12 +7,12 @@
         forward          before and after the module's forward
         join             uneven inputs
         torch_reducer    ``model.reducer`` and ``model.logger``
-      session          what it has behind them: world, reducer, model, hook, log
+      session          what is behind them: world, reducer, model, hook, log
         forward_pass     from the outputs of a forward to their backward
-        comm_hooks       the user's own averages
-        rendezvous       from a process group to a world of ranks (peers: who is alive)
-        model_spec       what models must agree on (placement: where they are)
-      csrc/python/ddp, csrc/reducer: gradients are averaged there
+        comm_hooks       averages by the user's hooks
+        rendezvous       from a process group to a world of ranks (peers: which live)
+        model_spec       what models must agree on (placement: their devices)
+      csrc/python/ddp, csrc/reducer: where gradients are averaged
 
 Public names are in ``paceline`` itself.
 """

@@ -1,6 +1,6 @@
-"""Contexts of torch.distributed.autograd, which keep gradients in place of `.grad`.
+"""Contexts of torch.distributed.autograd, which hold gradients instead of `.grad`.
 
-Used where ``torch.distributed.rpc`` was initialised.
+Used if ``torch.distributed.rpc`` was initialised.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _Gradients = dict[torch.Tensor, torch.Tensor]
 class Contexts:
     """Tells a reducer of gradients that go to a context: ``Reducer.contexts``.
 
-    torch calls no hook of the parameter then, but those of the node that would have
-    added to its `.grad`: in threads of its own, several at once, where nobody can ask
-    for the context.  It is that of the forward.  The reducer owns this object.
+    For such gradients torch calls no hook of the parameter, but hooks of the node that
+    would have added to its `.grad`.  It calls them in several of its own threads, where
+    the context cannot be read, so that of the forward is used.  The reducer owns this.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class Contexts:
         self._nodes: dict[int, Any] = {}  # torch keeps a node only while it is held
         self._lock = threading.Lock()
         self._last: int | None = None  # the context of the last forward
-        self._task = -1  # the backward that was noticed last, and of that:
+        self._task = -1  # number of the last backward noticed; its state follows:
         self._context: int | None = None
         self._before: dict[torch.Tensor, tuple[int, int]] = {}
         self._arrived: set[int] = set()
         self._has_failed = False
 
     def watch(self) -> int | None:
-        """Before a forward: see to its gradients, and return the context it is in."""
+        """Before a forward: hook the nodes; return the context of the forward."""
         if len(self._nodes) < len(self._parameters):
             self._add_hooks()
         context = torch_graph.current_context()
@@ -58,13 +58,13 @@ class Contexts:
                 self._nodes[index] = node
 
     def enter(self, context: int | None) -> None:
-        """Note that the backward that runs now is that of a forward in `context`."""
+        """Note that the current backward is that of a forward in `context`."""
         with self._lock:
             if self._is_new(context):
                 self._before = _stamps(_gradients_in(context))
 
     def _is_new(self, context: int | None) -> bool:
-        """Tell whether nothing was noted of the backward that runs now."""
+        """Reset the state if the current backward is a new one; tell whether it is."""
         task = torch_graph.current_task()
         if task == self._task:
             return False
@@ -74,16 +74,15 @@ class Contexts:
         return True
 
     def arrive(self, index: int) -> None:
-        """Tell the reducer of a gradient, if it is not the parameter's own.
+        """Tell the reducer of a gradient, unless it goes to `.grad`.
 
-        What it raises comes at the end of the backward: of what a hook raises here
-        torch keeps no message.
+        Errors are raised as the backward ends, since torch drops a hook's message.
         """
         reducer = self._reducer()
         if reducer is None or torch_core.accumulates(self._nodes[index]):
             return
         with self._lock:
-            self._is_new(self._last)  # where no output has entered one
+            self._is_new(self._last)  # if no output has entered a context
             if self._has_failed:
                 return
             self._arrived.add(index)
@@ -94,14 +93,14 @@ class Contexts:
                 torch_core.at_end_of_backward(functools.partial(_raise, error))
 
     def __call__(self, task: int) -> list[ParameterInContext]:
-        """Return what has the parameters' gradients; called when a backward ends."""
+        """Return the holders of all gradients; called when a backward ends."""
         gradients = _gradients_in(self._context)
         now, before = _stamps(gradients), self._before
         for parameter in (self._parameters[index] for index in self._arrived):
             if now.get(parameter) == before.get(parameter):
                 raise RuntimeError(
                     "a backward of torch.distributed.autograd ran in another context "
-                    "than the forward of the model, or that in none: run both in one"
+                    "than the model's forward, or that ran in none: run both in one"
                 )
         return [
             ParameterInContext(each, gradients.get(each)) for each in self._parameters
@@ -111,7 +110,7 @@ class Contexts:
 def watch_contexts(
     reducer: _native.Reducer, parameters: Sequence[torch.nn.Parameter]
 ) -> Callable[[], None] | None:
-    """Return what is to be called as a backward begins; None where there is no RPC."""
+    """Return what to call as a backward begins, or None without RPC."""
     if not torch_graph.is_rpc_used():
         return None
     contexts = reducer.contexts
@@ -125,12 +124,12 @@ def _gradients_in(context: int | None) -> _Gradients:
 
 
 def _stamps(gradients: _Gradients) -> dict[torch.Tensor, tuple[int, int]]:
-    """Return what differs once a gradient was added to."""
+    """Return stamps that differ once a gradient was added to."""
     return {each: (id(grad), grad._version) for each, grad in gradients.items()}
 
 
 class _Hook:
-    """The hook on one node; it does not own what owns the node."""
+    """The hook on one node; it does not own the node's owner."""
 
     __slots__ = ("_contexts", "_index")
 
@@ -151,7 +150,7 @@ def _raise(error: Exception) -> None:
 class ParameterInContext:
     """Stands for a parameter whose gradient is in a context.
 
-    Nobody can exchange the gradient there, only its contents.
+    The gradient there cannot be replaced; only its contents can change.
     """
 
     __slots__ = ("_grad", "_parameter")
@@ -167,20 +166,20 @@ class ParameterInContext:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The context's."""
+        """The gradient in the context."""
         return self._grad
 
     @grad.setter
     def grad(self, value: torch.Tensor) -> None:
         if self._grad is None:
             raise RuntimeError(
-                "another rank used a parameter that this one left out in a context of "
-                f"torch.distributed.autograd (of shape {tuple(self._parameter.shape)}),"
-                " where no gradient can be put in: use it on every rank, if by adding "
-                "0 * parameter.sum() to the loss"
+                "another rank used a parameter that this rank left out (of shape "
+                f"{tuple(self._parameter.shape)}), and a context of torch.distributed."
+                "autograd takes no new gradient: use the parameter on every rank, for "
+                "example by adding 0 * parameter.sum() to the loss"
             )
         self._grad.data = value
 
 
-# Called in backwards, which may be part of what torch.compile is given.
+# These run in backwards, which torch.compile may trace.
 torch_core.skip_frames(_Hook.__call__, Contexts.arrive, Contexts.enter)

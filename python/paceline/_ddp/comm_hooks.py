@@ -1,9 +1,9 @@
 """Communication hooks: the user's own way to average a bucket of gradients.
 
-The reducer hands each full bucket to a runner (csrc/python/ddp/comm_hook.c), which
-copies it to a tensor of torch's, gives that to the hook, and puts what comes of the
-hook's future back at the end of the backward.  Everything else of a step goes as
-without a hook.
+The reducer passes each full bucket to a runner (csrc/python/ddp/comm_hook.c).  The
+runner copies it to a torch tensor, passes that to the hook, and at the end of the
+backward writes the result of the hook's future back.  The rest of a step is as without
+a hook.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
 class GradBucket(dist.GradBucket):  # type: ignore[misc, name-defined]
-    """One bucket of gradients, as a communication hook sees it.
+    """One bucket of gradients, as passed to a communication hook.
 
     Its methods are those of `torch.distributed.GradBucket
     <https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html>`_.  Gradients are this
@@ -52,7 +52,7 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc, name-defined]
         parameters: list[torch.Tensor],
         is_last: bool,
     ) -> GradBucket:
-        """Make a bucket; torch's own constructor is its reducer's alone."""
+        """Make a bucket; only torch's reducer can call torch's own constructor."""
         self = cls.__new__(cls)
         self._index = index
         self._buffer = buffer
@@ -61,18 +61,18 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc, name-defined]
         return self
 
     def index(self) -> int:
-        """Return the bucket's number: 0 is the first that is full in a backward."""
+        """Return the bucket's number: 0 fills first in a backward."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
         """Return all gradients, one after another: a 1-D tensor, or a sparse one.
 
-        Of complex gradients these are the real and imaginary parts, in turn.
+        Complex gradients are given as real and imaginary parts, in turn.
         """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Exchange the tensor that :meth:`buffer` returns."""
+        """Replace the tensor that :meth:`buffer` returns."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -99,12 +99,12 @@ class GradBucket(dist.GradBucket):  # type: ignore[misc, name-defined]
         return [p.parameter if isinstance(p, StandIn) else p for p in held]
 
     def is_last(self) -> bool:
-        """Tell whether no bucket comes after this one in the step."""
+        """Tell whether this is the last bucket of the step."""
         return self._is_last
 
 
 def _as_reals(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values in one row; of complex ones both parts, in turn."""
+    """Return a tensor's values in one row; complex values as both parts, in turn."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -119,10 +119,10 @@ def _strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 class CommHookRunner:
-    """Gives the buckets of a reducer, which owns it, to a hook, and its results back.
+    """Passes the buckets of its owner, a reducer, to a hook, and writes its results.
 
-    With `uses_group` a process group, perhaps the hook's, carries the reducer's own
-    messages too.
+    With `uses_group` a process group, perhaps that of the hook, also carries the
+    reducer's own messages.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class CommHookRunner:
         self._members: list[list[torch.Tensor]] = []
         self._has_lost_order = False
         self._refusal: RuntimeError | None = None
-        self._next = 0  # the bucket's number, without those that hold nothing
+        self._next = 0  # the next bucket's number; empty ones have none
 
     @property
     def _reducer(self) -> _native.Reducer:
@@ -151,11 +151,11 @@ class CommHookRunner:
         return reducer
 
     def post(self, index: int) -> None:
-        """Begin the hook's work on a full bucket."""
+        """Start the hook's work on a full bucket."""
         if self._has_lost_order:
             raise RuntimeError(_ORDER_LOST)
         reducer = self._reducer
-        if index == 0:  # of a step, in which the buckets stay what they are
+        if index == 0:  # a step begins, in which the buckets do not change
             self._next = 0
             self._refusal = None
             self._members = [
@@ -172,8 +172,8 @@ class CommHookRunner:
             is_last = not self._sparse and not any(self._members[index + 1 :])
             self._begin(index, _as_reals(values), list(parameters), is_last)
         if self._uses_group and index == len(self._members) - 1:
-            # A hook may issue more as its futures come (PowerSGD does), on threads of
-            # their own: all ranks must have done so before the step's own messages.
+            # As its futures complete, a hook may issue more (PowerSGD does), on other
+            # threads: all ranks must have done so before the step's own messages.
             for _, _, future in self._pending:
                 group_comm.await_future(future, reducer.poll)
 
@@ -189,7 +189,7 @@ class CommHookRunner:
         future = self._hook(self._state, bucket)
         kind: type = type(future)
         if not issubclass(kind, torch_core.FUTURES):
-            # Raised at the step's end: peers whose hooks do the same learn it of those.
+            # Raised at the step's end, so that peers with the same hook do so too.
             self._refusal = RuntimeError(
                 "DDP communication hook's callback must return a torch.futures.Future "
                 f"or torch._C.Future object, but got {kind.__module__}."
@@ -199,17 +199,17 @@ class CommHookRunner:
         self._pending.append((index, buffer, future))
 
     def abandon(self) -> None:
-        """Leave a step that failed.
+        """Leave a failed step.
 
-        What is under way may wait for a rank that never began it, and would take that
-        rank's next work for it: from then on gradients could be anything.
+        Work in flight may wait for a rank that never started it, and would then pair
+        with that rank's next work: from then on gradients could be anything.
         """
         pending, self._pending = self._pending, []
         if not all(future.done() for _, _, future in pending):
             self._has_lost_order = True
 
     def refuse(self) -> None:
-        """Raise if the hook has returned what is no future."""
+        """Raise if the hook returned something other than a future."""
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
@@ -224,7 +224,7 @@ class CommHookRunner:
                 raise RuntimeError(
                     "DDP communication hook's future has a tensor of shape "
                     f"{tuple(result.shape)} for a bucket of {buffer.numel()} elements: "
-                    "give what bucket.buffer() has become"
+                    "return the averaged bucket.buffer()"
                 )
             flat = flat.to(buffer.dtype).contiguous()
             if self._members[index][0].is_complex():
@@ -233,7 +233,7 @@ class CommHookRunner:
         self._pending.clear()
 
     def finish_sparse(self, indices: list[int], is_active: bool, binds: bool) -> None:
-        """Have the hook average gradients that are declared sparse, each by itself."""
+        """Let the hook average each of the gradients declared sparse."""
         for k, i in enumerate(indices):
             parameter = self._parameters[i]
             gradient = _sparse_gradient(parameter, is_active)
@@ -251,16 +251,16 @@ class CommHookRunner:
         if not isinstance(result, torch.Tensor):
             raise RuntimeError(
                 "DDP communication hook's future must hold a tensor, but holds "
-                f"{type(result).__name__}: give what bucket.buffer() has become"
+                f"{type(result).__name__}: return the averaged bucket.buffer()"
             )
         return result
 
 
 def _sparse_gradient(parameter: torch.Tensor, is_active: bool) -> torch.Tensor:
-    """Return a sparse gradient to reduce: a copy of the parameter's, or one of no rows.
+    """Return a sparse gradient to reduce: a copy of the original, or an empty one.
 
-    A copy, since hooks change it in place, and two tables that are added to each other
-    have gradients of the same memory.
+    It is a copy, since hooks change it in place, and two tables that are added to each
+    other share the memory of their gradients.
     """
     gradient = parameter.grad if is_active else None
     if gradient is None:
@@ -275,23 +275,23 @@ def _sparse_gradient(parameter: torch.Tensor, is_active: bool) -> torch.Tensor:
 
 
 class _DefaultGroup:
-    """Stands in a copy for the default process group, which cannot be pickled."""
+    """Replaces, in a copy, the default process group, which cannot be pickled."""
 
 
 class CommHooks:
-    """What carries a wrapper's gradients in place of us, if anything does."""
+    """The communication hook of a wrapper, if it has one."""
 
     def __init__(self) -> None:
-        self.registered: list[tuple[Hook, Any]] = []  # and its state: one at the most
-        self.is_builtin = False  # one of torch's that are written in C++
-        self.name = ""  # as the logging data has it
+        self.registered: list[tuple[Hook, Any]] = []  # and its state; one at most
+        self.is_builtin = False  # a hook that torch has written in C++
+        self.name = ""  # for the logging data
 
     def refuse_second(self, *methods: str) -> None:
-        """Raise if there is a hook; `methods` begin with the one that was called."""
+        """Raise if there is a hook; `methods` begin with the one called."""
         if self.registered or self.is_builtin:
             raise RuntimeError(
                 f"{' or '.join(methods)} can only be called once. For another hook, "
-                "wrap the module anew."
+                "wrap the module again."
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def _is_default_group(state: Any) -> bool:
 
 
 def refusal(hook: Any) -> Exception | None:
-    """Return what torch raises for what cannot be a hook."""
+    """Return the error that torch raises if `hook` cannot be a hook."""
     if not callable(hook):
         return TypeError("Communication hook must be callable.")
     signature = inspect.signature(hook)
@@ -333,13 +333,13 @@ def refusal(hook: Any) -> Exception | None:
 
 
 def _is_as(annotation: Any, expected: Any) -> bool:
-    """Tell whether an annotation is as expected; one that is text may be."""
+    """Tell whether an annotation is as expected, missing, or text."""
     return annotation in (inspect.Parameter.empty, expected) or isinstance(
         annotation, str
     )
 
 
-# Called in backwards, which may be part of what torch.compile is given.
+# These run in backwards, which torch.compile may trace.
 torch_core.skip_frames(
     GradBucket.of.__func__,  # type: ignore[attr-defined]
     _as_reals,

@@ -43,8 +43,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     module : torch.nn.Module
         The model, with its parameters on the CPU, or all on one GPU (CUDA).
     device_ids : list of one int, str or torch.device, optional
-        The GPU that the module is on: inputs are then moved there.  None: they are left
-        as they are.  None or empty on the CPU.
+        The GPU that the module is on: inputs are then moved there.  If None, they stay
+        where they are.  None or empty on the CPU.
     output_device : int, str or torch.device, optional
         Kept for compatibility: outputs stay where the module makes them.
     dim : int, default 0
@@ -56,95 +56,93 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         Whether rank 0's parameters and buffers are copied to all ranks at construction.
         (That the ranks' models agree is checked in any case.)
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks, up to 4,096; the default group where none is given.  Over Gloo or
+        The ranks, up to 4,096; by default those of the default group.  Over Gloo or
         NCCL, up to 1,024 ranks of a host meet in shared memory, and the first ranks of
-        up to 1,024 hosts over sockets.  Modules on the CPU whose ranks are more, or in
-        a group of any other kind (MPI, a subclass in Python), are averaged by the
-        group's own collectives, where it takes CPU tensors.  Of modules on GPUs a group
-        over Gloo carries no gradient: NCCL does.
+        up to 1,024 hosts over sockets.  With more ranks, or in a group of another kind
+        (MPI, a subclass in Python), the group's own collectives average modules on the
+        CPU, if they take CPU tensors.  Gradients of modules on GPUs always go by NCCL,
+        even if the group is over Gloo.
     bucket_cap_mb : float, optional
         Mebibytes of gradients that are averaged at a time.  Default 1, which suits
-        shared memory; torch's 25 where NCCL, a communication hook or the group's
+        shared memory; torch's 25 if NCCL, a communication hook or the group's
         collectives carry them.  On GPUs the bucket that fills last, which nothing
-        hides, has 1 at the most.
+        hides, has at most 1.
     find_unused_parameters, static_graph : bool
-        Accepted and not needed: unused parameters are found by themselves, and a graph
+        Accepted and not needed: unused parameters are found in any case, and a graph
         may change from step to step (unless ``strict``).
     gradient_as_bucket_view : bool, default False
         On GPUs, whether the ``.grad`` of parameters of 32 KiB and more is a view of its
         bucket, so that gradients are in memory once, and not twice.  Such a view is not
         in memory of torch's allocator: ``p.grad.record_stream(s)`` is ignored (before
-        ``p.grad`` is dropped, have the current stream wait for ``s``), and it cannot be
-        sent to another process (send ``p.grad.clone()``).  On the CPU such gradients
-        are always views, which nothing shows; this is whether a ``.grad`` that is there
-        before the backward is exchanged for one, too, or stays the tensor that it is.
+        you drop ``p.grad``, let the current stream wait for ``s``), and it cannot be
+        sent to another process (send ``p.grad.clone()``).  On the CPU new gradients of
+        that size are always views.  The option decides whether a view also replaces a
+        ``.grad`` that existed before the backward; otherwise it stays the same tensor.
     skip_all_reduce_unused_params, batched_grad_copy : bool
-        Accepted and not needed, likewise.
+        Accepted and not needed.
     check_reduction : bool
         Deprecated in torch, without effect.
     device_mesh : torch.distributed.DeviceMesh, optional
-        A 1-D mesh, or a 1-D slice of a larger one, in place of ``process_group``.  Of a
-        slice, modules of ``parallelize_module`` are taken as torch's class takes them;
-        they may be evaluated before the first step, too.
+        A 1-D mesh, or a 1-D slice of a larger one, instead of ``process_group``.  With
+        a slice, modules of ``parallelize_module`` are taken as in torch's class; they
+        may also be evaluated before the first step.
     bucket_cap_mb_list : list of float, optional
-        Mebibytes of each bucket, in the order in which they fill.
+        Mebibytes of each bucket, in the order in which buckets fill.
     forward_sync_buffers : bool, optional
-        The newer name of ``broadcast_buffers``: False leaves the copy of rank 0's
-        buffers at construction, as in torch.
+        The newer name of ``broadcast_buffers``.  As in torch, False still copies rank
+        0's buffers at construction.
     delay_all_reduce_named_params, param_to_hook_all_reduce : optional
-        Accepted, both or neither, and not needed: gradients of the named parameters
-        are averaged with all others.
+        Accepted together, and not needed: gradients of the named parameters are
+        averaged with all others.
     mixed_precision : torch.nn.parallel.distributed._MixedPrecision, optional
-        Has forwards computed in its ``param_dtype``, gradients averaged in its
-        ``reduce_dtype``, and buffers kept in its ``buffer_dtype``: float16, bfloat16,
-        float32, float64, or None, which leaves things as they are (of ``reduce_dtype``:
-        as ``param_dtype`` has them).  It is torch's experiment; ``torch.autocast``
-        chooses by the operation instead, and ``bf16_compress_hook`` averages in 16 bits
-        alone.
+        Computes forwards in its ``param_dtype``, averages gradients in its
+        ``reduce_dtype``, and keeps buffers in its ``buffer_dtype``: float16, bfloat16,
+        float32, float64, or None, which changes nothing (for ``reduce_dtype``: means
+        ``param_dtype``).  This is experimental in torch.  ``torch.autocast`` instead
+        chooses by the operation, and ``bf16_compress_hook`` only averages in 16 bits.
     strict : bool, optional
         Whether to refuse, in torch's words, what torch refuses and this class serves:
-        parameters left out without ``find_unused_parameters``, with it a gradient of
-        what no output shows, a second gradient of a parameter in one backward, a graph
-        that changes under ``static_graph``, bfloat16 hooks on the CPU.  Default:
-        whether ``PACELINE_STRICT`` is 1.
+        parameters left out without ``find_unused_parameters``; with it, a gradient of
+        a parameter that no output depends on; a second gradient of a parameter in one
+        backward; a graph that changes under ``static_graph``; bfloat16 hooks on the
+        CPU.  Default: whether ``PACELINE_STRICT`` is 1.
     accumulate_in_fp32 : bool, default False
-        On GPUs, whether float16 and bfloat16 gradients are added up in float32, in the
-        order of the ranks, and rounded once; otherwise as NCCL does.  That takes up to
-        32 MiB more of each GPU's memory, and for n ranks 64 n^2 bytes.  On the CPU they
-        always are.
+        On GPUs, whether float16 and bfloat16 gradients are summed in float32, in rank
+        order, and rounded once; otherwise NCCL chooses.  This takes up to 32 MiB more
+        of each GPU's memory, and for n ranks 64 n^2 bytes.  On the CPU it is always so.
 
     Attributes
     ----------
     module : torch.nn.Module
         The model.
     require_backward_grad_sync : bool
-        Whether a forward asks for its backward to be averaged; read in forward, as in
+        Whether a forward requests that its backward be averaged; read in forward, as in
         torch.  :meth:`no_sync` sets it.
 
     Raises
     ------
     RuntimeError
         On every rank, if no parameter of some rank's model requires a gradient, or a
-        lazy one has no shape yet.
+        lazy parameter has no shape yet.
     paceline.MismatchError
-        On every rank, if the models differ: the first difference is named.
+        On every rank, if the models differ; the message names the first difference.
     NotImplementedError
         On every rank, if an argument or a device is not supported yet, if parameters
         are on several GPUs, or if the driver or NCCL is missing or too old.
     TypeError
-        On every rank, if an argument is of another type.
+        On every rank, if an argument has a wrong type.
     ValueError
         If there is no process group.  On every rank, if an argument is out of range,
-        ``device_ids`` is not where the module is, two ranks share a GPU, or torch's
-        class is around a part of the module.  From a forward, if it is around this one.
+        ``device_ids`` is not the module's device, two ranks share a GPU, or torch's
+        class wraps a part of the module.  From a forward, if it wraps this wrapper.
     paceline.PeerError
         If another rank dies during construction; later also from ``backward()``, and
         from a forward that waits for rank 0's buffers.
 
     Examples
     --------
-    In a world of one rank; ``dist.init_process_group("gloo")`` in a script for
-    ``torchrun`` makes it one of all ranks:
+    In a world of one rank; in a script for ``torchrun``,
+    ``dist.init_process_group("gloo")`` makes a world of all ranks:
 
     >>> import torch, torch.distributed as dist
     >>> from paceline import DistributedDataParallel
@@ -165,76 +163,76 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     <https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>`_.
     Where it differs:
 
-    - Parameters may be frozen and unfrozen at any time.  They may be converted,
-      replaced or added after wrapping, and those that were frozen then be trained: the
-      next forward notices, on every rank, and wraps the model anew. So it does where
-      buffers are registered, removed or get another size (one that a forward has let
-      grow is each rank's own in that step); as in torch, none travels if the model had
-      none when it was wrapped. What never travels may differ: modules and frozen
-      parameters that some ranks add alone, buffers without ``broadcast_buffers``. A
-      rank that alone changes what travels ends the step on all, by a ``MismatchError``.
+    - Parameters may be frozen and unfrozen at any time.  After wrapping they may be
+      converted, replaced or added, and frozen ones may be trained: the next forward
+      notices this on every rank, and wraps the model anew.  It also does so if buffers
+      are added, removed or change their size (a buffer that grew in a forward is each
+      rank's own in that step).  As in torch, no buffer travels if the model had none
+      when it was wrapped.  Tensors that never travel may differ: frozen parameters that
+      only some ranks add, and buffers without ``broadcast_buffers``.  If only one rank
+      changes a tensor that travels, all ranks raise ``MismatchError``.
     - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
       records gradients, or in a join: one rank may make and evaluate a copy alone.
       A copy that is only evaluated (an average of the wrapper's weights) thus has each
-      rank's own buffers, where torch's takes over rank 0's in its first forward: send
+      rank's own buffers, but torch's takes over rank 0's in its first forward.  Send
       them yourself, or evaluate on rank 0.
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
-    - A sparse embedding may be left out by ranks, and get a dense gradient on some: the
-      average is then dense on all. Any parameter's gradient may be sparse.
-    - Evaluation (``torch.no_grad``) never communicates.  The first after a step has
-      rank 0's buffers as they were at the end of its backward.  The next forward that
-      records gradients takes over rank 0's, where torch's leaves each rank its own.
-    - A forward does not take over rank 0's buffers while another awaits its backward,
-      whose graph may have saved them (one that will never have it, until the next
-      step), nor in a join context before the next step.
-    - The number of forwards since the last step goes with each step: where ranks are
-      not in the same step (one has caught an exception between forward and backward),
-      all raise ``MismatchError``.  Run a forward that is not to be trained under
+    - Ranks may leave out a sparse embedding, or have a dense gradient for it: then the
+      average is dense on all ranks.  Any parameter's gradient may be sparse.
+    - Evaluation (``torch.no_grad``) never communicates.  The first after a step uses
+      rank 0's buffers from the end of that step's backward.  The next forward that
+      records gradients takes over rank 0's; torch leaves each rank its own.
+    - A forward does not take over rank 0's buffers while another forward awaits its
+      backward, whose graph may have saved them; without a backward, until the next
+      step.  In a join context it does not either, before the next step.
+    - The number of forwards since the last step goes with each step.  If ranks are not
+      in the same step (one has caught an exception between forward and backward), all
+      raise ``MismatchError``.  If a forward must not be trained, run it under
       ``torch.no_grad()``, through ``wrapper.module``, or in evaluation mode if steps
-      are in training mode; have a loss that is to count for nothing hold the output
-      still (``0 * output.sum()``).  A reentrant checkpoint around the wrapper shows
-      no forward: steps are then paired by their order, as in torch.
-    - Every backward of a synchronised forward is averaged: of each of several forwards,
-      of a retained graph, after a local backward in between. torch averages the first
-      one after the last forward, and leaves later ones local.
+      are in training mode.  If a loss must not count, let it still depend on the output
+      (``0 * output.sum()``).  A reentrant checkpoint around the wrapper hides its
+      forwards: then steps are paired by their order, as in torch.
+    - Every backward of a synchronised forward is averaged: those of several forwards,
+      of a retained graph, and after a local backward.  torch averages only the first
+      after the last forward, and leaves later ones local.
     - ``no_sync()`` also works around ``backward()`` alone.
     - In a backward a large parameter's ``.grad`` is None from the arrival of its
-      gradient until the average is there, unless hooks of yours are on it (on GPUs with
-      ``gradient_as_bucket_view`` alone).
+      gradient until the average is there, unless it has hooks of yours (on GPUs only
+      with ``gradient_as_bucket_view``).
     - Afterwards it is a view of its bucket, which cannot grow or be freed in place:
       ``resize_()``, a larger ``out=`` and ``untyped_storage().resize_()`` raise torch's
-      error for a storage that is not resizable. Do that to ``p.grad.clone()``.
-    - A gradient that is None on every rank (a hook has set it, a ``Function`` has
-      returned it) leaves ``.grad`` as it is, so that no optimizer steps by it; torch
+      error for a storage that is not resizable.  Apply them to ``p.grad.clone()``.
+    - If a gradient is None on every rank (set by a hook, or returned by a
+      ``Function``), ``.grad`` stays unchanged, so that no optimizer steps by it; torch
       makes it zeros.
-    - A rank that dies, leaves or fails makes the others raise ``PeerError``, naming it,
-      in a backward also in place of an exception that they would raise themselves.
+    - If a rank dies, leaves or fails, the others raise ``PeerError``, which names it;
+      in a backward it also replaces an exception that they would raise themselves.
     - Sums are taken in rank order, so each run gives the same bits.
-    - Where the group's own collectives carry gradients, sums are in the group's order,
-      and a rank that dies is noticed by the group, if by anybody: as in torch. After
-      a step that failed there, the model must be wrapped anew on every rank.
+    - If the group's own collectives carry gradients, sums are in the group's order, and
+      only the group can notice a rank that dies, as in torch.  After a step that failed
+      there, wrap the model anew on every rank.
     - In a context of ``torch.distributed.autograd`` gradients are averaged there, at
-      the end of the backward, of models on the CPU alone. The forward must be in that
-      context too. torch's engine raises our errors as ``RuntimeError``.
+      the end of the backward, for models on the CPU only.  The forward must be in that
+      context too.  torch's engine raises our errors as ``RuntimeError``.
 
     With ``mixed_precision``:
 
     - Parameters have their own dtype whenever the module does not run, and ``.grad``
-      has it always, under ``no_sync()`` too.  torch's have ``param_dtype`` from a
-      forward until a synchronised backward: after an evaluation for good.
-    - The module has copies in the places of its parameters while it runs.  What reaches
-      a parameter by another way (a list of tensors, a closure) gets it as it is, and so
-      does ``wrapper.module(...)``.  There are no ``_mp_param`` and ``_fp_param``.
-    - On the CPU 16-bit gradients are added up in float32, and rounded once; on GPUs as
-      ``accumulate_in_fp32`` says.  A rank that is alone rounds nothing.
-    - Buffers of integers stay integers: torch has BatchNorm count in ``buffer_dtype``.
+      always has it, under ``no_sync()`` too.  torch's have ``param_dtype`` from a
+      forward until a synchronised backward; after an evaluation they keep it.
+    - The module has copies in place of its parameters while it runs.  Code that reaches
+      a parameter by another way (a list of tensors, a closure) gets the original, and
+      so does ``wrapper.module(...)``.  There are no ``_mp_param`` and ``_fp_param``.
+    - On the CPU 16-bit gradients are summed in float32, and rounded once; on GPUs
+      ``accumulate_in_fp32`` decides.  A single rank rounds nothing.
+    - Buffers of integers stay integers; torch makes BatchNorm count in
+      ``buffer_dtype``.
     - Communication hooks may be registered: they get buckets of ``reduce_dtype``.
       Optimizers in backward, tied parameters, accumulation and both kinds of
       checkpoints work.
-    - Modules with ``sparse=True``, and parts that ``torch.jit`` has compiled, are
-      refused.
-    - torch 2.13 averages memory that was never written in its first step, and with
-      ``gradient_as_bucket_view`` takes later steps by old gradients, as seen on the
+    - Modules with ``sparse=True``, and parts compiled by ``torch.jit``, are refused.
+    - In its first step torch 2.13 averages memory that was never written; with
+      ``gradient_as_bucket_view`` it takes later steps by old gradients, as seen on the
       CPU.  Here the first step is as any other, and both settings give the same bits.
 
     As in torch, ``max_norm`` of an embedding scales the rows that its own rank used.
@@ -242,16 +240,15 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     On GPUs:
 
     - A GradScaler, autocast and SyncBatchNorm are used as with torch's class.
-    - A whole step can be captured into a CUDA graph once 3 steps were taken, which
-      learn what is captured: it is replayed with the same parameters used, and nobody
-      watches the other ranks in a replay.
-    - No step waits for the GPU.  What NCCL, or a rank that is gone, does to a step is
-      raised from that ``backward()`` or from the next one.
-    - Ctrl-C in a backward that waits for another rank is heeded once that one has come
-      or the group's timeout is over: torch waits for a thread of its own meanwhile.
+    - After 3 steps, in which the reducer learns the order of buckets, a CUDA graph can
+      capture a whole step.  A replay uses the same parameters, and does not watch the
+      other ranks.
+    - No step waits for the GPU.  An error of NCCL, or the loss of a rank, is raised
+      from the ``backward()`` of the step or from the next one.
+    - Ctrl-C in a backward that waits for another rank takes effect once that rank has
+      come or the group's timeout is over: until then torch waits for its own thread.
     - Gradients of parameters that are declared sparse travel as dense ones.
-    - Rank 0's buffers, as they were at the end of backward, are taken over at the next
-      forward.
+    - The next forward takes over rank 0's buffers from the end of backward.
     """
 
     __module__ = "paceline"
@@ -282,14 +279,14 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         strict: bool | None = None,
         accumulate_in_fp32: bool = False,
     ) -> None:
-        torch.nn.Module.__init__(self)  # none of torch's own machinery
+        torch.nn.Module.__init__(self)  # skips torch's own constructor
         Joinable.__init__(self)
         torch_core.attach()
         torch_core.warn_of_wrapper(module, type(self))
         warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
         check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         group = read_group(process_group, device_mesh)
-        if isinstance(module, torch.nn.Module):  # if not, every rank raises it below
+        if isinstance(module, torch.nn.Module):  # otherwise every rank raises below
             is_slice = device_mesh is not None and torch_groups.is_mesh_slice(
                 device_mesh
             )
@@ -318,7 +315,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = mixed_precision
         self.require_forward_param_sync = True
-        self.broadcast_bucket_size = 250 * MIB  # where torch's code asks
+        self.broadcast_bucket_size = 250 * MIB  # for torch's code
         self.bucket_bytes_cap = options.network_caps.bucket_bytes
         self.bucket_bytes_cap_list = list(options.network_caps.each)
         self.bucket_bytes_cap_default = not (bucket_cap_mb or bucket_cap_mb_list)
@@ -346,17 +343,17 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         """Return a context in which ranks may take different numbers of steps.
 
         A rank that leaves it waits for the others, and takes part in their steps with
-        zeros; its own ``.grad`` are left alone.  At its end every rank has the
-        parameters, and with ``broadcast_buffers`` the buffers, of the rank that left it
+        zeros; its own ``.grad`` stay unchanged.  At the end every rank has the
+        parameters, and with ``broadcast_buffers`` the buffers, of the rank that left
         last (of several, the highest).
 
         Parameters
         ----------
         divide_by_initial_world_size : bool, default True
-            Whether gradients are divided by the number of all ranks, or by that of the
-            ranks that still train.
+            Whether gradients are divided by the number of all ranks, or by the number
+            of ranks that still train.
         enable : bool, default True
-            Without it, the context does nothing.
+            If False, the context does nothing.
         throw_on_early_termination : bool, default False
             Whether to raise on every rank once one has run out of batches.
 
@@ -368,11 +365,11 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         ------
         RuntimeError
             With ``throw_on_early_termination``: on a rank that has run out, at the end
-            of the context; on the others, out of the forward that it has missed, before
-            the module is run.
+            of the context; on the others, from the forward that it missed, before the
+            module runs.
         paceline.PeerError
-            If another rank dies in the context, or leaves it by an exception: within a
-            second, wherever this rank waits for it.
+            Within a second, wherever this rank waits for a rank that has died in the
+            context, or left it by an exception.
 
         Notes
         -----
@@ -380,29 +377,29 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         <https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>`_.
         Where it differs:
 
-        - What counts is synchronised backwards, not forwards: several forwards before a
-          backward, evaluation, and ``no_sync()`` in any form may be in the context.
+        - It counts synchronised backwards, not forwards: the context may contain
+          several forwards before a backward, evaluation, and ``no_sync()`` in any form.
           Only with ``throw_on_early_termination`` does each forward that records
-          gradients ask all ranks, so that a module may have collectives of its own.
+          gradients ask all ranks, so that a module may have its own collectives.
         - Rank 0's buffers are sent until it has run out, then those of the lowest rank
           that still trains (torch: of the highest); in the step in which the sender
           changes, ranks keep their own.
         - ``divide_by_initial_world_size=False`` scales the averages over all ranks by
-          ``n_ranks / n_active``, in float64 and rounded once more.  That is exact where
+          ``n_ranks / n_active``, in float64 and rounded once more.  That is exact if
           the ratio is a power of two; with float32 on 2, 4, 8... ranks it gives the sum
           divided by ``n_active``, rounded once.
         - An exception in the context ends it on all ranks; all may catch it and go on.
 
-        Contexts of several wrappers are not nested: give all of them to torch's
-        ``Join([...])``.  The model must not be changed in the context after a rank has
-        run out.
+        Do not nest the contexts of several wrappers: give all wrappers to torch's
+        ``Join([...])``.  Do not change the model in the context after a rank has run
+        out.
 
-        In ``Join([...])`` of torch this class is a joinable, with torch's limits: it
+        In torch's ``Join([...])`` this class is a joinable, with torch's limits: it
         counts forwards (those that record gradients), so each needs one backward, and
         ``no_sync()`` must be around both.  A rank that has run out gets the averages as
-        its ``.grad`` there, so that a sharded optimizer in the list steps by them;
-        torch's class leaves it to step by old ones.  A rank that has run out waits in
-        the process group, so it learns of an exception elsewhere when the group does.
+        its ``.grad`` there, so that a sharded optimizer in the list steps by them; with
+        torch's class it steps by old ones.  A rank that has run out waits in the
+        process group, so it learns of an exception elsewhere when the group does.
 
         Examples
         --------
@@ -429,7 +426,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         return JoinContext(self, self._session, enable, state)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what ``torch.distributed.algorithms.Join`` calls on a joined rank.
+        """Return the hook that torch's ``Join`` runs on a joined rank.
 
         Parameters
         ----------
@@ -480,12 +477,12 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
             self.__class__ = TorchDDP  # type: ignore[assignment]
             self.__setstate__(state)
             return
-        torch_core.attach()  # this process may never have constructed one
+        torch_core.attach()  # this process may have constructed none
         state = dict(state)
         values = state.pop("_option_values")
         hooks = state.pop("_hooks")
         torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        Joinable.__init__(self)  # join contexts are those of the wrapper copied
+        Joinable.__init__(self)  # a copy is in no join context
         options = Options(group=torch_groups.default_group(), **values)
         self.process_group = options.group
         model = Model.of(self.module)

@@ -1,4 +1,4 @@
-"""What a wrapper does before the module's own forward, and after it."""
+"""A wrapper's work before and after the module's own forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline._ddp.session import Membership, Session
 def begin(
     wrapper: TorchDDP, session: Session, has_buffers: bool = True
 ) -> ForwardPass | None:
-    """Return what watches the coming backward, or None if nothing has to.
+    """Return the watcher of the coming backward, or None if none is needed.
 
     With ``has_buffers`` the module takes over rank 0's buffers.
     """
@@ -30,10 +30,10 @@ def begin(
         if session.reducer is not None and is_to_apply:
             session.reducer.apply_buffers()
         return None
-    if sys.is_finalizing():  # torch aborts over a graph that is left half made
+    if sys.is_finalizing():  # torch aborts over a half-made graph
         raise RuntimeError(
-            "Python is ending: its ranks are not, perhaps, so nothing is trained "
-            "now; train before the last line of the program"
+            "Python is ending, perhaps on this rank only, so nothing is trained "
+            "now: train before the last line of the program"
         )
     around = torch_core.torch_ddp_in_forward()
     if around is not None and any(part is wrapper for part in around.modules()):
@@ -81,7 +81,7 @@ def _take_buffers(session: Session, reducer: _native.Reducer) -> None:
 def end(
     wrapper: TorchDDP, session: Session, output: Any, forward_pass: ForwardPass | None
 ) -> None:
-    """Watch the output for its backward, and note how this forward has ended."""
+    """Watch the output for its backward, and record how this forward ended."""
     attributes = wrapper.__dict__
     is_synchronised = False
     if torch.is_grad_enabled():
@@ -94,10 +94,10 @@ def end(
                 session.strict_check.forward_ends(output)
         if is_synchronised and session.log.is_measuring:
             session.log.forward_ends()
-    # Not by torch's setter, which takes a microsecond.
+    # Bypass torch's setter, which takes a microsecond.
     attributes["require_forward_param_sync"] = is_synchronised
 
 
-# What torch.compile is given is the module's forward, and none of what is round it.
+# torch.compile gets the module's forward only, without the code around it.
 begin_uncompiled = torch_core.uncompiled(begin)
 end_uncompiled = torch_core.uncompiled(end)

@@ -1,4 +1,4 @@
-"""From a forward to its backward: what watches the outputs of one forward."""
+"""From a forward to its backward: the watcher of one forward's outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline._ddp.model_spec import Model
 
 
 class Owner(Protocol):
-    """What a forward needs of its wrapper's session."""
+    """The part of a session that a forward needs."""
 
     world: _native.RankWorld
     reducer: _native.Reducer | None
@@ -24,15 +24,15 @@ class Owner(Protocol):
 
 
 class ForwardPass:
-    """The hook on a forward's outputs: it says that the backward of them begins.
+    """The hook on a forward's outputs: it reports that their backward begins.
 
-    The end of that is then known too: also where every gradient comes out of a backward
-    inside it, as with reentrant checkpointing.  Each forward has one of its own, which
-    remembers whether ``no_sync`` was on when it ended, and that one forward has one
-    backward to come, however many its outputs.
+    It also finds the end of that backward, even if every gradient comes from a backward
+    inside it, as with reentrant checkpointing.  Each forward has its own, which stores
+    whether ``no_sync`` was on when the forward ended.  One forward has one backward,
+    however many outputs it has.
 
-    It refers to the session weakly: that knows the model, which may keep its outputs,
-    and with them this.
+    It refers to the session weakly: the session holds the model, which may keep its
+    outputs, and with them this hook.
     """
 
     __slots__ = ("_is_synchronised", "_on_backward", "_reducer", "_session", "_token")
@@ -42,10 +42,10 @@ class ForwardPass:
         self._reducer = reducer
         self._on_backward = watch_contexts(reducer, session.model.trainable)
         self._is_synchronised = reducer.sync
-        self._token = 0  # the reducer's, of the forward whose backward is to come
+        self._token = 0  # the reducer's token of the forward; 0 once its backward began
 
     def watch(self, output: Any) -> bool:
-        """Have the beginning of the backward of ``output`` noticed, if it can be."""
+        """Watch for the backward of ``output``, and tell whether that is possible."""
         is_watched = False
         for leaf in torch_core.leaves_of(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -54,13 +54,13 @@ class ForwardPass:
         return is_watched
 
     def forward_ends(self, output: Any, is_training: bool) -> None:
-        """Watch what the forward has returned, and say so to the peers."""
+        """Watch the output, and count the forward for the step's flags."""
         self._is_synchronised = self._reducer.sync
         is_watched = self.watch(output)
         self._token = self._reducer.forward_ends(is_watched, is_training)
 
     def forward_fails(self) -> None:
-        """Say that the module has raised: no backward comes of this."""
+        """Report that the module has raised, so that no backward follows."""
         self._reducer.forward_fails()
         session = self._session()
         if session is not None:
@@ -69,7 +69,7 @@ class ForwardPass:
     def __call__(self, gradient: torch.Tensor) -> None:
         reducer, session = self._reducer, self._session()
         if self._on_backward is None and session is not None:
-            # RPC may have come since the forward.
+            # RPC may have been initialised since the forward.
             self._on_backward = watch_contexts(reducer, session.model.trainable)
         if self._on_backward is not None:
             self._on_backward()
@@ -77,11 +77,11 @@ class ForwardPass:
             session is not None and session.requested_step == reducer.step
         )
         token, self._token = self._token, 0
-        # Where the model was wrapped anew since, this is a backward of that, too.
+        # If the model was wrapped anew, the backward belongs to the new reducer too.
         is_begun = reducer.on_output(is_synchronised, token)
         if not is_begun and session is not None and session.reducer is not None:
             session.reducer.on_output(is_synchronised, 0)
 
 
-# Called in backwards, which may be part of what torch.compile is given.
+# These run in backwards, which torch.compile may trace.
 torch_core.skip_frames(ForwardPass.__call__)

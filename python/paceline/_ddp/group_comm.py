@@ -1,8 +1,8 @@
 """A world whose operations a process group carries: see csrc/comm/group_comm.h.
 
-For groups of a backend that we know nothing of (MPI, a subclass in Python), for hosts
-that cannot be linked, and for machines that refuse shared memory.  The group's own
-methods are called: those of ``torch.distributed`` know registered groups alone.
+For groups with an unknown backend (MPI, a subclass in Python), for hosts that cannot be
+linked, and for machines that refuse shared memory.  It calls the group's own methods,
+since those of ``torch.distributed`` accept registered groups only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _POLL_SECONDS = 0.05
 
 
 def wait_for(work: Any) -> None:
-    """Wait for what a process group has begun, and raise what it raises.
+    """Wait for work that a process group has begun, and raise its error.
 
-    A group may answer with a Work, with a future, or have done all at once.  A Work in
-    Python whose class has a ``wait`` may do its part there.  Else a Work is asked for
-    its future first, as by torch's own wrapper: one that has a future need not
-    implement ``wait``.
+    A group may return a Work or a future, or finish at once.  A Work in Python whose
+    class has a ``wait`` may do its part there.  From any other Work this asks for a
+    future first, as torch's own wrapper does: a Work with a future need not implement
+    ``wait``.
     """
     has_own_wait = isinstance(work, dist.Work) and _has_own_wait(type(work))
     if has_own_wait:
@@ -39,7 +39,7 @@ def wait_for(work: Any) -> None:
         try:
             future = get_future()
         except (NotImplementedError, RuntimeError):
-            future = None  # this kind has none
+            future = None  # this kind has no future
     if hasattr(future, "add_done_callback"):
         wait_for_future(future, lambda: None)
     elif work is not None and not has_own_wait:
@@ -58,10 +58,10 @@ def wait_for_future(future: Any, poll: Callable[[], None]) -> Any:
 
 
 def await_future(future: Any, poll: Callable[[], None]) -> None:
-    """Wait until a future is done, whatever has become of it.
+    """Wait until a future is done, with a result or an error.
 
-    Its own ``wait`` heeds no signal.  Here `poll` is called now and then, and ends the
-    wait by raising.
+    The future's own ``wait`` ignores signals.  This one calls `poll` now and then,
+    which can end the wait by raising.
     """
     if not future.done():
         is_done = threading.Event()
@@ -73,8 +73,8 @@ def await_future(future: Any, poll: Callable[[], None]) -> None:
 class GroupComm:
     """Carries the operations of a world over a process group, in their order.
 
-    Sums are the group's: every rank gets what the backend gives it, and gradients are
-    divided by the number of ranks before they are summed, as torch's wrapper does.
+    The group makes the sums: every rank gets the backend's result.  Gradients are
+    divided by the number of ranks before they are summed, as in torch's wrapper.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -83,12 +83,12 @@ class GroupComm:
         self._pending: list[tuple[int, Any]] = []
 
     def serve(self, world: _native.RankWorld) -> None:
-        """Work in the arena of ``world``, which owns this object."""
+        """Use the arena of ``world``, which owns this object."""
         self._world = weakref.ref(world)
 
     def _range(self, dtype: str, offset_bytes: int, n_elems: int) -> torch.Tensor:
-        """Return a range of the arena, which keeps the world alive while it is used."""
-        # The core's names of types are torch's.
+        """Return a range of the arena; it keeps the world alive."""
+        # The core has torch's names of types.
         kind: torch.dtype = getattr(torch, dtype)
         return torch.frombuffer(
             self._world(), dtype=kind, count=n_elems, offset=offset_bytes
@@ -131,7 +131,7 @@ class GroupComm:
                 [rows], [mine], torch_groups.all_gather_options()
             )
         raise NotImplementedError(
-            f"a process group carries no {kind} for paceline: use all-reduce"
+            f"paceline carries no {kind} over a process group: use all-reduce"
         )
 
     def _all_reduce(self, tensor: torch.Tensor, reduction: str) -> Any:
@@ -151,14 +151,14 @@ class GroupComm:
             wait_for(work)
 
     def drop(self) -> None:
-        """Forget what was begun: the world has failed.
+        """Forget operations in flight, since the world has failed.
 
-        A Work may hold memory of the world, and so keep it, and this object, alive.
+        A Work may hold memory of the world, and keep the world and this object alive.
         """
         self._pending.clear()
 
 
-# Called in backwards, which may be part of what torch.compile is given.
+# These run in backwards, which torch.compile may trace.
 torch_core.skip_frames(
     wait_for,
     wait_for_future,

@@ -1,7 +1,7 @@
 """Connections between the first ranks of hosts: see csrc/comm/links.h.
 
-Each listens at a port of its own while the world is made.  Who connects proves by a
-token, which the process group has carried, that it is another one of them.
+Each first rank listens at its own port while the world is made.  A caller proves by a
+token, which the process group carried, that it is a first rank too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 class Offer:
     """Where the first rank of a host listens."""
 
-    addresses: tuple[str, ...]  # all that may reach it, the likeliest first
+    addresses: tuple[str, ...]  # that may reach it, the likeliest first
     port: int
-    token: bytes  # which a caller has to know
+    token: bytes  # which a caller must send
 
 
 class LinkListener:
-    """Listens for the first ranks of the hosts behind this one."""
+    """Listens for the first ranks of hosts with higher numbers."""
 
     def __init__(self) -> None:
         both = socket.has_dualstack_ipv6()
@@ -48,16 +48,16 @@ class LinkListener:
         self.offer = Offer(own_addresses(), port, secrets.token_bytes(16))
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._server.close()
 
     def connect_all(
         self, offers: Sequence[Offer], host: int, seconds: float
     ) -> list[socket.socket | None]:
-        """Return the sockets to all other hosts, `N_STREAMS` each; None for this one's.
+        """Return the sockets to all other hosts, `N_STREAMS` each; None for this one.
 
-        There is an offer of each host; `host` is this one's number.  An ``OSError``
-        says that one cannot be reached, or does not come in time.
+        `offers` has one offer for each host; `host` is this host's number.  Raises
+        ``OSError`` if a host cannot be reached or does not come in time.
         """
         until = time.monotonic() + seconds
         sockets: list[socket.socket | None] = [None] * (len(offers) * N_STREAMS)
@@ -81,7 +81,7 @@ class LinkListener:
     def _accept(
         self, sockets: list[socket.socket | None], host: int, until: float
     ) -> int:
-        """Let one in, if it is one of those that are expected; return how many."""
+        """Accept a caller if it is expected; return the number accepted."""
         self._server.settimeout(_seconds_left(until))
         try:
             found, _ = self._server.accept()
@@ -104,7 +104,7 @@ class LinkListener:
 
 
 def close_all(sockets: Sequence[socket.socket | None]) -> None:
-    """Close those that there are."""
+    """Close the sockets that are not None."""
     for each in sockets:
         if each is not None:
             each.close()
@@ -119,13 +119,13 @@ def _receive(found: socket.socket, n_bytes: int) -> bytes:
     while len(parts) < n_bytes:
         part = found.recv(n_bytes - len(parts))
         if not part:
-            raise ConnectionResetError("closed before its end")
+            raise ConnectionResetError("closed before the whole message")
         parts += part
     return parts
 
 
 def _connect(offer: Offer, host: int, other: int, until: float) -> list[socket.socket]:
-    """Return the sockets to one host, by the first of its addresses that answers."""
+    """Return the sockets to a host, by the first of its addresses that answers."""
     problems: list[str] = []
     for address in offer.addresses:
         found: list[socket.socket] = []
@@ -134,7 +134,7 @@ def _connect(offer: Offer, host: int, other: int, until: float) -> list[socket.s
                 seconds = min(_CONNECT_SECONDS, _seconds_left(until))
                 found.append(socket.create_connection((address, offer.port), seconds))
                 found[-1].sendall(_HELLO.pack(offer.token, host, stream))
-            for each in found:  # the other one may be connecting itself first
+            for each in found:  # that host may be connecting to others first
                 each.settimeout(_seconds_left(until))
                 _receive(each, len(_WELCOME))
             return found
@@ -146,11 +146,11 @@ def _connect(offer: Offer, host: int, other: int, until: float) -> list[socket.s
     )
 
 
-# ---- where this host is reached -----------------------------------------------------
+# ---- this host's addresses ----------------------------------------------------------
 
 
 def own_addresses() -> tuple[str, ...]:
-    """Return the addresses of this host, as Gloo would choose them, and then others."""
+    """Return this host's addresses: first those that Gloo would choose, then others."""
     found: dict[str, None] = {}
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         found.update(dict.fromkeys(_addresses_of(name)))
@@ -177,7 +177,7 @@ def _addresses_of(interface: str) -> list[str]:
 
 
 def _address_towards(name: str | None) -> list[str]:
-    """Return the address that this host has on the way to another one."""
+    """Return this host's address on the route to another host."""
     if not name:
         return []
     with suppress(OSError):

@@ -1,13 +1,13 @@
-"""Uneven numbers of batches: ranks that have run out take shadow steps for the rest.
+"""Uneven numbers of batches: ranks that ran out take shadow steps for the rest.
 
-Inside ``model.join()`` the ranks that still train take their ordinary steps and nothing
-more.  A rank that leaves the context takes *shadow steps*: one after another with zeros
-(csrc/python/ddp/uneven_inputs.c), until a step shows that no rank had gradients; then
-all take over the model of the rank that came last.  So all goes through shared memory,
-no forward communicates, and a rank that fails is noticed by every other.
+Inside ``model.join()`` the ranks that still train take ordinary steps.  A rank that
+leaves the context takes *shadow steps*, with zeros (csrc/python/ddp/uneven_inputs.c),
+until a step shows that no rank had gradients; then all take over the model of the last
+rank.  So all data goes through shared memory, no forward communicates, and every other
+rank notices one that fails.
 
-torch's own ``Join([...])``, which knows several models and sharded optimizers, counts
-forwards over the process group instead, and calls what ``join_hook()`` returns.
+torch's own ``Join([...])``, which serves several models and sharded optimizers, counts
+forwards over the process group instead, and calls the hook of ``join_hook()``.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def notify_join(wrapper: Any, session: Session) -> None:
 
 
 def _count_ranks_that_go_on(session: Session, goes_on: bool) -> int:
-    """Ask every rank whether it has another batch; each forward does, and the end."""
+    """Count the ranks that have another batch; each forward asks, and the end."""
     return int(session.sum_over_ranks(torch.tensor([int(goes_on)], device="cpu")))
 
 
 def _begin_count(wrapper: Any, is_synchronised: bool) -> tuple[torch.Tensor, Any]:
-    """Begin to count the ranks whose backward is synchronised: as torch's class."""
+    """Start to count ranks with a synchronised backward, as torch's class does."""
     is_on_gpus = torch_groups.is_device_bound(wrapper.process_group)
     device = wrapper.device if is_on_gpus else "cpu"
     count = torch.tensor([float(is_synchronised)], device=device)
@@ -59,7 +59,7 @@ def _begin_count(wrapper: Any, is_synchronised: bool) -> tuple[torch.Tensor, Any
 
 
 def _take_model_of(wrapper: Any, session: Session, rank: int) -> None:
-    """Take over the parameters, and the buffers, of the rank that ran out last."""
+    """Take over the parameters, and perhaps buffers, of the rank that ran out last."""
     model = Model.of(wrapper.module)
     tensors = model.tensors(session.options.sync_buffers)
     copy_model(session.world, session.options.group, tensors, rank)
@@ -73,11 +73,11 @@ def _abandon(session: Session, error: BaseException | None) -> None:
         session.reducer.abandon(text or "it left a join context by an exception")
 
 
-_open_contexts = ThreadList()  # one a thread at the most
+_open_contexts = ThreadList()  # at most one a thread
 
 
 class JoinContext:
-    """What a wrapper's ``join()`` returns."""
+    """The context manager that a wrapper's ``join()`` returns."""
 
     def __init__(
         self, wrapper: Any, session: Session, enable: bool, state: JoinState
@@ -86,7 +86,7 @@ class JoinContext:
         self._session = session
         self._enable = enable
         self._state = state
-        self._siblings: list[JoinContext] = []  # those of the thread that has entered
+        self._siblings: list[JoinContext] = []  # contexts of the entering thread
 
     def __enter__(self) -> None:
         if not self._enable:
@@ -102,10 +102,10 @@ class JoinContext:
         self._siblings = _open_contexts.items
         self._siblings.append(self)
         self._process = os.getpid()
-        self._outer = self._wrapper._join_config  # of a Join of torch that is kept
-        Joinable.__init__(self._wrapper)  # nothing but: no such context
+        self._outer = self._wrapper._join_config  # of a torch Join that still lives
+        Joinable.__init__(self._wrapper)  # resets it: in no such context
         if self._state.raises:
-            # Each forward is to ask the others: see `notify_join`.
+            # Make each forward ask the others: see `notify_join`.
             self._wrapper._join_config = self._outer._replace(enable=True)
         self._session.enter_join(dataclasses.replace(self._state))
 
@@ -119,7 +119,7 @@ class JoinContext:
             return
         self._siblings.remove(self)
         if os.getpid() != self._process:
-            return  # a child leaves by an exception of its own
+            return  # a child leaves by its own exception
         try:
             if error is None:
                 self._take_shadow_steps()
@@ -135,7 +135,7 @@ class JoinContext:
 
     def _tell_peers(self, error: BaseException) -> None:
         if not self._session.join.has_ended_early:
-            _abandon(self._session, error)  # otherwise each raises of itself, as asked
+            _abandon(self._session, error)  # otherwise each raises on its own
 
     def _take_shadow_steps(self) -> None:
         session, reducer = self._session, self._session.reducer
@@ -151,10 +151,10 @@ class JoinContext:
 
 
 class ShadowSteps(JoinHook):
-    """What torch's ``Join`` calls on a rank that has run out of batches.
+    """The hook that torch's ``Join`` runs on a rank that ran out of batches.
 
-    It lives as long as the ``Join``, so its end shows what torch does not say: forwards
-    are no longer counted, or an exception has ended the context.
+    It lives as long as the ``Join``.  So its end shows what torch does not report:
+    forwards are no longer counted, or an exception ended the context.
     """
 
     def __init__(self, wrapper: Any, session: Session) -> None:

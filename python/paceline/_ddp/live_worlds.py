@@ -13,14 +13,14 @@ from paceline import _native
 from paceline._ddp.last_error import keep_error_of_child, last_error
 
 _GOODBYE_PRIORITY = 100
-"""Before multiprocessing's own finalizers, which have 10 at the most."""
+"""Before multiprocessing's own finalizers, whose priority is at most 10."""
 
 _live_worlds: weakref.WeakSet[_native.RankWorld] = weakref.WeakSet()
 _owner_pid = 0
 
 
 def add(world: _native.RankWorld) -> None:
-    """Have a world left as this process ends, where it lives until then."""
+    """Leave a world as this process ends, if it lives until then."""
     global _owner_pid
     if not _owner_pid:  # the first world of the process
         os.register_at_fork(
@@ -30,7 +30,7 @@ def add(world: _native.RankWorld) -> None:
         _owner_pid = os.getpid()
         atexit.unregister(_say_goodbye)
         atexit.register(_say_goodbye)
-        # A process that multiprocessing started calls atexit from Python 3.13 on alone.
+        # Before Python 3.13 processes that multiprocessing started do not call atexit.
         util.Finalize(None, _say_goodbye, exitpriority=_GOODBYE_PRIORITY)
         keep_error_of_child()
     _live_worlds.add(world)
@@ -39,7 +39,7 @@ def add(world: _native.RankWorld) -> None:
 def _say_goodbye() -> None:
     """Leave every world; peers that wait for this rank get the traceback, if any."""
     if os.getpid() != _owner_pid:
-        return  # a forked child: the worlds are its parent's
+        return  # a forked child: the worlds belong to its parent
     error = last_error()
     text = "".join(traceback.format_exception(error)) if error is not None else None
     for world in list(_live_worlds):

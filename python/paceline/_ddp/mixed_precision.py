@@ -1,4 +1,4 @@
-"""``mixed_precision``: a forward by copies of the parameters in fewer bits.
+"""``mixed_precision``: a forward with copies of the parameters in fewer bits.
 
 ::
 
@@ -8,10 +8,10 @@
          |  +-- to(full) ------- mean over the ranks, of reduce_dtype
          +-- to(reduce_dtype) -> bucket
 
-The parameters never change their dtype: a copy stands in the slot of ``_parameters``
-while the module runs, and again in the backward, for what is computed anew there
-(checkpoints).  The reducer has a :class:`StandIn` for each parameter, whose ``.grad``
-is that of the parameter in another dtype, both ways.
+Parameters never change their dtype.  A copy stands in the slot of ``_parameters`` while
+the module runs, and again in the backward for recomputation (checkpoints).  The reducer
+has a :class:`StandIn` for each parameter; its ``.grad`` is the parameter's, converted
+to another dtype in both directions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a forward, of its gradients' average, and of buffers; None: own."""
+    """Dtypes of forwards, of gradients' averages, and of buffers; None: unchanged."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None  # None: as param_dtype
@@ -40,7 +40,7 @@ class Precision:
 
     @classmethod
     def of(cls, config: Any) -> Precision:
-        """Read torch's ``_MixedPrecision``, or what has its fields."""
+        """Read torch's ``_MixedPrecision``, or an object with its fields."""
         dtypes = [getattr(config, name, config) for name in _FIELDS]
         if any(dtype not in _DTYPES for dtype in dtypes):
             raise TypeError(
@@ -52,7 +52,7 @@ class Precision:
 
 
 def check(module: torch.nn.Module, model: Model, precision: Precision | None) -> None:
-    """Raise for a model whose parameters can have no copies in their places."""
+    """Raise if copies cannot replace the model's parameters."""
     if precision is None:
         return
     if model.sparse:
@@ -73,7 +73,7 @@ _Slot = tuple[dict[str, Any], str, torch.Tensor]
 
 
 def _slots(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[_Slot]:
-    """Yield (``_parameters``, name, parameter) of each that has another dtype."""
+    """Yield (``_parameters``, name, parameter) of each with another dtype."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     for path, part in module.named_modules():
         for name, parameter in part._parameters.items():
@@ -88,7 +88,7 @@ def _slots(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[_Slot]:
 
 
 class _Swap:
-    """Has copies in the places of a module's parameters, until :meth:`restore`."""
+    """Puts copies in place of a module's parameters, until :meth:`restore`."""
 
     def __init__(self, slots: list[_Slot], copies: dict[torch.Tensor, Any]) -> None:
         self._slots, self._copies = slots, copies
@@ -96,20 +96,20 @@ class _Swap:
             owner[name] = copies[parameter]
 
     def restore(self) -> None:
-        """Put the parameters back; one that the module has replaced stays so."""
+        """Put the parameters back, except where the module has replaced a copy."""
         slots, self._slots = self._slots, []
         for owner, name, parameter in slots:
             if owner.get(name) is self._copies[parameter]:
                 owner[name] = parameter
 
-    # The engine calls it at the end of a backward, and drops it if that fails.
+    # The engine calls it at the end of a backward, or drops it if that fails.
     __call__ = __del__ = restore
 
 
 class _Copies:
-    """The copies of one forward, and the hook on its outputs, which puts them back.
+    """The copies of one forward, and the hook on its outputs that puts them back.
 
-    It refers to the module weakly, which may keep its outputs, and with them this.
+    It refers to the module weakly: that may keep its outputs, and with them the hook.
     """
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -117,7 +117,7 @@ class _Copies:
         self._made: dict[torch.Tensor, Any] = {}  # one for all names of a parameter
 
     def swap(self) -> _Swap | None:
-        """Put copies in the places of the parameters that are not there yet."""
+        """Put copies in place of the parameters that have none there yet."""
         module = self._module()
         slots = list(_slots(module, self._dtype)) if module is not None else []
         for _, _, parameter in slots:
@@ -127,7 +127,7 @@ class _Copies:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         swap = self.swap()
-        if swap is not None:  # of several outputs, the first that has a gradient
+        if swap is not None:  # the first output with a gradient does it
             torch_core.at_end_of_backward(swap)
 
 
@@ -137,7 +137,7 @@ def run(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return what the module makes of its inputs, all of it computed in ``dtype``."""
+    """Return the module's output for these inputs, computed in ``dtype``."""
     inputs, kwargs = torch_groups.cast_inputs(dtype, inputs, kwargs)
     copies = _Copies(module, dtype)
     swap = copies.swap()
@@ -156,14 +156,14 @@ def run(
 
 
 class StandIn(torch.Tensor):
-    """What the reducer has of a parameter: its gradient, in another dtype."""
+    """Replaces a parameter in the reducer: its gradient, in another dtype."""
 
     parameter: torch.Tensor
     reduce_dtype: torch.dtype
 
     @classmethod
     def of(cls, parameter: torch.Tensor, dtype: torch.dtype) -> StandIn:
-        """Make one of a parameter's shape and strides, which has no other values."""
+        """Make one with the parameter's shape and strides; its values are unused."""
         self = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         self = self.as_subclass(cls)
         self.parameter, self.reduce_dtype = parameter, dtype
@@ -171,7 +171,7 @@ class StandIn(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The parameter's gradient, converted both ways."""
+        """The parameter's gradient, converted in both directions."""
         gradient = self.parameter.grad
         return None if gradient is None else gradient.detach().to(self.reduce_dtype)
 
@@ -181,13 +181,13 @@ class StandIn(torch.Tensor):
         if value is not None:
             value = value.to(parameter.dtype)
             if parameter.grad is not None:
-                with torch.no_grad():  # somebody may know the tensor, or its graph
+                with torch.no_grad():  # the user or a graph may hold this tensor
                     parameter.grad.copy_(value)
                 return
         parameter.grad = value
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Have a hook on the parameter."""
+        """Register a hook on the parameter."""
         return self.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
@@ -202,9 +202,9 @@ class StandIn(torch.Tensor):
 def prepare(
     module: torch.nn.Module, model: Model, precision: Precision | None
 ) -> list[Any]:
-    """Cast the buffers; return what a reducer takes for the trainable parameters.
+    """Cast the buffers; return the tensors that a reducer takes as parameters.
 
-    It is ``model.trainable`` itself where the gradients of all are to be as they are.
+    Returns ``model.trainable`` itself if all gradients keep their dtype.
     """
     if precision is None:
         return model.trainable
@@ -224,7 +224,7 @@ def prepare(
 
 
 def release(reduced: Sequence[torch.Tensor]) -> None:
-    """Free the memory of stand-ins, of which a reducer has read shape and strides."""
+    """Free the memory of stand-ins after a reducer has read their shape and strides."""
     for tensor in reduced:
         if type(tensor) is StandIn:
             tensor.untyped_storage().resize_(0)

@@ -1,4 +1,4 @@
-"""Whether what ranks synchronise has changed since a model was wrapped."""
+"""Whether the tensors that ranks synchronise have changed since wrapping."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline._ddp.model_spec import Model, watch
 
 
 class Changes:
-    """Notices that parameters or buffers which travel have changed.
+    """Notices changes of the parameters and buffers that travel.
 
-    A native watch says cheaply, at each forward, that nothing at all has.  Where
-    something has, what travels is compared with what was wrapped: a module without
-    parameters, say, is one rank's own affair.  `buffers` are those that travel; the
-    reducer sees them in each step.
+    At each forward a native watch tells cheaply if nothing has changed at all.  If
+    something has, this compares what travels with what was wrapped: a module without
+    parameters, for example, concerns its own rank only.  `buffers` are those that
+    travel; the reducer reads them in each step.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class Changes:
     ) -> None:
         self._wrapper = weakref.ref(wrapper)
         self._reducer = weakref.ref(reducer)
-        self._trained = {id(p): p for p in model.trainable}  # may be frozen later
+        self._trained = {id(p): p for p in model.trainable}  # they may be frozen later
         self._sends_buffers = bool(buffers)
         self._was = self._travelling(model)
-        # What is compared by its id: alive, it is no other's.
+        # Keep alive objects that are compared by id, so that no other gets the id.
         self._kept = buffers, [p.__dict__ for p in model.trainable]
         self._native = watch(wrapper)
 
     def changed(self) -> bool:
-        """Tell whether the model is to be wrapped anew."""
+        """Tell whether the model must be wrapped anew."""
         reducer = self._reducer()
         if reducer is not None and reducer.has_other_buffers:
             return True
@@ -48,7 +48,7 @@ class Changes:
         return False
 
     def parameters_changed(self) -> bool:
-        """Tell whether it is so not for the sake of the buffers alone."""
+        """Tell whether parameters changed, not buffers alone."""
         wrapper = self._wrapper()
         return (
             wrapper is None
@@ -56,9 +56,9 @@ class Changes:
         )
 
     def _travelling(self, model: Model) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Return what the ranks synchronise of a model, of what was wrapped."""
+        """Return the parts of a model that ranks synchronise, of those wrapped."""
         parameters = {
-            # Where torch swaps two tensors, the attributes go over, with the hooks.
+            # When torch swaps two tensors, their __dict__ and hooks go along.
             key: (p.dtype, p.device, id(p.__dict__), key in model.declared_sparse)
             for _, p in model.parameters
             if (key := id(p)) in self._trained or p.requires_grad

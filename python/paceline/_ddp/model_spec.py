@@ -1,4 +1,4 @@
-"""What the ranks' models must agree on, and the errors where they do not."""
+"""What the ranks' models must agree on, and the errors if they differ."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _TYPES = {
 
 WRAP_ONCE = (
     "paceline's wrapper takes gradients before torch's can read them. Wrap the module "
-    "once, or by paceline both times."
+    "once, or with paceline both times."
 )
 
 
 @dataclass(frozen=True)
 class Model:
-    """A module's tensors, as data parallelism sees them.
+    """A module's tensors, as data parallelism handles them.
 
-    A set has the ``id`` of each parameter whose gradients are expected to be sparse,
-    that is only copied, or only averaged.
+    Each set holds the ``id`` of parameters: with gradients expected to be sparse, that
+    are only copied, or that are only averaged.
     """
 
-    # All that are averaged, or copied at the start: each once.
+    # All that are averaged, or copied at the start, each once.
     parameters: list[tuple[str, torch.nn.Parameter]]
-    # All that are not ignored: full name, the `_buffers` they are in, the name there.
+    # All that are not ignored: full name, their `_buffers`, and the name there.
     buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
     declared_sparse: frozenset[int] = field(default=frozenset(), repr=False)
     unaveraged: frozenset[int] = field(default=frozenset(), repr=False)
@@ -54,11 +54,11 @@ class Model:
     def of(cls, module: torch.nn.Module) -> Model:
         """Collect the tensors of ``module``, by the rules of torch's class.
 
-        Names in ``module._ddp_params_and_buffers_to_ignore`` are left out.  What is
-        averaged is found by asking each module for its own parameters, of which any
-        name will do; those of the module itself are then called ``.name``.  What is
-        copied at the start is found by asking the module for all of its parameters and
-        buffers, of which the first name counts; so are the buffers of a step.
+        Names in ``module._ddp_params_and_buffers_to_ignore`` are left out.  As in
+        torch, averaged parameters are those that each submodule holds itself; any name
+        of one will do, and those of the module itself are then called ``.name``.
+        Tensors copied at the start are those that the module lists with all submodules;
+        the first name counts, as for the buffers of a step.
         """
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         averaged: dict[int, tuple[str, torch.nn.Parameter]] = {}
@@ -99,7 +99,7 @@ class Model:
 
     @functools.cached_property
     def trainable(self) -> list[torch.nn.Parameter]:
-        """The parameters that are averaged: those that required a gradient at first."""
+        """The averaged parameters: those that required a gradient at construction."""
         return [
             p
             for _, p in self.parameters
@@ -108,13 +108,13 @@ class Model:
 
     @property
     def sparse(self) -> list[int]:
-        """Which of :attr:`trainable` are declared sparse."""
+        """The indices in :attr:`trainable` that are declared sparse."""
         return [
             i for i, p in enumerate(self.trainable) if id(p) in self.declared_sparse
         ]
 
     def tensors(self, has_buffers: bool = True) -> list[torch.Tensor]:
-        """Return what is copied at the start, with buffers or without."""
+        """Return the tensors copied at the start, with buffers or without."""
         tensors: list[torch.Tensor] = [
             p for _, p in self.parameters if id(p) not in self.uncopied
         ]
@@ -128,7 +128,7 @@ class Model:
         return replace(self, parameters=kept, buffers=[] if buffers else self.buffers)
 
     def check(self) -> None:
-        """Raise where this rank's model cannot be wrapped at all."""
+        """Raise if this rank's model cannot be wrapped."""
         for name, tensor in self._named_tensors():
             if torch_core.is_lazy(tensor):
                 raise RuntimeError(
@@ -136,7 +136,7 @@ class Model:
                     f"`DistributedDataParallel`: '{name}' has no shape yet. Run a "
                     "dummy forward pass to correctly initialize the modules"
                 )
-        copied = self.tensors(has_buffers=False)  # torch's class asks these, too
+        copied = self.tensors(has_buffers=False)  # torch's class checks these, too
         if not self.trainable or not any(p.requires_grad for p in copied):
             raise RuntimeError(
                 f"{NO_GRADIENT} Use the module as it is, or set requires_grad."
@@ -149,7 +149,7 @@ class Model:
             )
 
     def check_travelling(self, has_peers: bool) -> None:
-        """Raise ``NotImplementedError`` for a tensor that the peers cannot be sent."""
+        """Raise ``NotImplementedError`` for a tensor that cannot be sent to peers."""
         for name, tensor in self._named_tensors():
             self._check_device(name, tensor)
             if has_peers and tensor.dtype not in _TYPES:
@@ -165,8 +165,8 @@ class Model:
         found = f"'{name}' is a {tensor.layout} tensor on device {tensor.device}"
         if torch_groups.is_dtensor(tensor):
             raise NotImplementedError(
-                f"'{name}' is a DTensor: give device_mesh=, the slice of the mesh that "
-                "is for data parallelism, for a module of parallelize_module(); "
+                f"'{name}' is a DTensor: for a module of parallelize_module(), give "
+                "device_mesh=, the slice of the mesh for data parallelism; "
                 "fully_shard() averages by itself"
             )
         if "FakeTensor" in {kind.__name__ for kind in type(tensor).__mro__}:
@@ -178,11 +178,11 @@ class Model:
             raise NotImplementedError(
                 f"{found}, and '{first}' is on {device}: paceline trains a module on "
                 f"one GPU; move it as a whole, as in module.to('{device}'), or name in "
-                "module._ddp_params_and_buffers_to_ignore what is not to be averaged"
+                "module._ddp_params_and_buffers_to_ignore what must not be averaged"
             )
         raise NotImplementedError(
             f"{found}: this version of paceline trains strided tensors, on the CPU or "
-            "on one GPU of NVIDIA's; move the module there first, by .cpu() or "
+            "on one NVIDIA GPU; move the module there first, by .cpu() or "
             ".cuda(), or from device meta by .to_empty(device=...) and "
             "load_state_dict()"
         )
@@ -197,7 +197,7 @@ class Model:
                 )
 
     def check_supported(self, module: torch.nn.Module) -> None:
-        """Raise for a SyncBatchNorm on the CPU, or torch's wrapper around a part."""
+        """Raise for a SyncBatchNorm on the CPU, or if torch's class wraps a part."""
         is_on_gpu = placement.is_gpu(self.parameters[0][1].device)
         for name, part in module.named_modules():
             if isinstance(part, torch.nn.modules.SyncBatchNorm) and not is_on_gpu:
@@ -219,7 +219,7 @@ class Model:
     # ---- agreement ------------------------------------------------------------------
 
     def describe(self) -> list[tuple[str, str, str]]:
-        """Return (kind, name, what) of each tensor: all that ranks must agree on."""
+        """Return (kind, name, text) of each tensor: all that ranks must agree on."""
         described = [
             ("parameter", name, _describe(p, p.requires_grad) + self._notes_on(p))
             for name, p in self.parameters
@@ -248,8 +248,8 @@ class Model:
 def _declared_sparse(module: torch.nn.Module) -> frozenset[int]:
     """Return the ids of the parameters that only sparse embeddings use.
 
-    torch asks the first module that has the parameter.  Here all must agree: a weight
-    tied to an output layer gets dense gradients, which go by the buckets.
+    torch looks at the first module that has the parameter.  Here all such modules must
+    agree: a weight tied to an output layer gets dense gradients, which go into buckets.
     """
     sparse: set[int] = set()
     dense: set[int] = set()
@@ -261,10 +261,10 @@ def _declared_sparse(module: torch.nn.Module) -> frozenset[int]:
 
 
 def watch(module: torch.nn.Module) -> _native.Watch:
-    """Return what notices that ``module`` gains, loses, swaps or converts a part.
+    """Return a watch for parts that ``module`` gains, loses, swaps or converts.
 
-    Modules replace buffers as they run: of these, how many a module has is watched, and
-    those that are None or have several names.
+    Modules replace buffers as they run.  So for buffers it watches only their number in
+    each module, and those that are None or have several names.
     """
     n_names = collections.Counter(
         id(buffer) for part in module.modules() for buffer in part._buffers.values()
@@ -288,19 +288,19 @@ def watch(module: torch.nn.Module) -> _native.Watch:
 
 
 def _as_dict(mapping: Any) -> dict[str, Any]:
-    """Return a module's mapping; a copy where TorchScript, which fixes it, keeps it."""
+    """Return a module's mapping as a dict, copied if TorchScript has fixed it."""
     return mapping if isinstance(mapping, dict) else dict(mapping.items())
 
 
 def has_nothing_to_train(module: torch.nn.Module) -> bool:
-    """Tell whether no parameter is to be trained: a teacher, say."""
+    """Tell whether no parameter trains, as in a teacher."""
     return not Model.of(module).trainable
 
 
 def is_stateless_call(module: torch.nn.Module) -> bool:
     """Tell whether ``functional_call`` has swapped the parameters for one call.
 
-    It may have put in parameters, too: by them nothing tells the call from a change.
+    If it swapped in parameters, too, nothing tells them from a change of the model.
     """
     return torch_graph.is_functional_call(module) or any(
         value is not None and not isinstance(value, torch.nn.Parameter)
@@ -332,14 +332,14 @@ def copy_model(
 ) -> None:
     """Overwrite every rank's tensors with those of one rank, in place.
 
-    Of tensors that wrap others only torch knows how: it does as for its own class.
+    Tensors that wrap others go as with torch's own class: only torch can copy them.
     """
     wrapping = [t.detach() for t in tensors if not torch_core.has_memory(t)]
     if wrapping and world.world_size > 1:
         torch_groups.broadcast(group, wrapping, root)
     tensors = [t for t in tensors if torch_core.has_memory(t)]
     plain = [_each_once(t.detach()) for t in tensors]
-    resolved = [t.resolve_conj().resolve_neg() for t in plain]  # most are that
+    resolved = [t.resolve_conj().resolve_neg() for t in plain]  # a no-op for most
     dense = [t if torch_core.is_dense(t) else t.contiguous() for t in resolved]
     world.broadcast(dense, root)
     if world.rank == root:
@@ -352,9 +352,9 @@ def copy_model(
 
 
 def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
-    """Raise, on every rank the same, the first difference between rank 0 and another.
+    """Raise, alike on every rank, the first difference between rank 0 and another.
 
-    Each rank's :meth:`Model.describe` is given.
+    `models` has each rank's :meth:`Model.describe`.
     """
     for rank, model in enumerate(models):
         counts = [
@@ -377,7 +377,7 @@ def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
 
 
 def _layout_differs(mine: tuple[str, str, str], other: tuple[str, str, str]) -> bool:
-    """Tell whether two entries are one parameter of two shapes or strides."""
+    """Tell whether two entries are one parameter with different shapes or strides."""
     layouts = [re.findall(r"\(.*?\)", what) for _, _, what in (mine, other)]
     same = mine[0] == "parameter" and mine[:2] == other[:2]
     return same and layouts[0] != layouts[1]

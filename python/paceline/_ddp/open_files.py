@@ -1,8 +1,8 @@
 """Room for the descriptors of a world among the files that a process may open.
 
-A rank has one of each other rank of its host, and the first rank of a host some of each
-other host.  The soft limit (``ulimit -n``) is often 1,024, for the sake of old programs
-that call ``select()``; a process may raise it up to the hard one.
+A rank has one descriptor for each other rank of its host; the first rank of a host also
+has some for each other host.  The soft limit (``ulimit -n``) is often 1,024, for old
+programs that call ``select()``.  A process may raise it up to the hard limit.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ import resource
 import sys
 
 _SPARE = 64
-"""For what else is opened meanwhile, where the hard limit leaves it."""
+"""For other files opened meanwhile, if the hard limit leaves room."""
 
 
 def make_room(n_more: int) -> None:
-    """Raise the soft limit, where `n_more` descriptors need that, and no further.
-
-    Raises
-    ------
-    OSError
-        If the hard limit leaves no room for so many.
-    """
+    """Raise the soft limit if `n_more` descriptors need that, and only so far."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         needed = len(os.listdir("/proc/self/fd")) + n_more
@@ -31,7 +25,7 @@ def make_room(n_more: int) -> None:
     most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     if needed > most:
         raise OSError(
-            f"{needed} files are to be open in this process, and its limit is {hard}: "
+            f"this process needs {needed} open files, and its limit is {hard}: "
             "raise it (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile of a "
             "container)"
         )

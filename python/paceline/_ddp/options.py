@@ -17,52 +17,51 @@ from paceline._ddp.mixed_precision import Precision
 
 MIB = 1 << 20
 VIEW_BYTES = 32 * 1024
-"""Gradients from this size on become views of their buckets: reducer_object.h."""
+"""Gradients of at least this size become views of their buckets: reducer_object.h."""
 
 
 @dataclass(frozen=True)
 class Caps:
-    """How large buckets may become, in bytes."""
+    """Size limits of buckets, in bytes."""
 
     bucket_bytes: int
-    last_bytes: int  # the one that fills last
-    # Each in the order in which they fill, in place of the two; more are as its last.
+    last_bytes: int  # of the bucket that fills last
+    # Each bucket's, in the order of filling, instead of the two; the last repeats.
     each: tuple[int, ...] = ()
 
 
 DEFAULT_CAPS = Caps(1 * MIB, MIB // 4)
-"""Small enough to be summed while in cache, and to be on its way early; the bucket that
-fills last is hidden by nothing."""
+"""Small enough to be summed in cache and sent early; nothing hides the last bucket."""
 DEFAULT_NETWORK_CAPS = Caps(25 * MIB, 1 * MIB)
-"""torch's: what suits collectives of a process group, each of which costs."""
+"""torch's: suits collectives of a process group, since each call costs."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a DistributedDataParallel was asked to be."""
+    """The options of a DistributedDataParallel."""
 
     group: dist.ProcessGroup
-    sync_buffers: bool  # rank 0's, with each synchronised step
-    sync_at_start: bool  # rank 0's parameters and buffers
-    sync_buffers_at_start: bool  # or the parameters alone
-    as_bucket_views: bool  # on a GPU, and where a backward finds a gradient
-    caps: Caps = DEFAULT_CAPS  # of buckets that are summed in shared memory
-    network_caps: Caps = DEFAULT_NETWORK_CAPS  # that a hook or a process group carries
+    sync_buffers: bool  # send rank 0's with each synchronised step
+    sync_at_start: bool  # copy rank 0's parameters and buffers
+    sync_buffers_at_start: bool  # or the parameters only
+    as_bucket_views: bool  # on a GPU, and if a backward finds a gradient
+    caps: Caps = DEFAULT_CAPS  # of buckets summed in shared memory
+    network_caps: Caps = DEFAULT_NETWORK_CAPS  # if a hook or group carries them
     strict: bool = False  # refuse what torch refuses
     accumulate_in_fp32: bool = False  # 16-bit gradients on GPUs
     precision: Precision | None = None  # of forwards and averages, if mixed
 
     def caps_of(self, *, is_by_group: bool, is_on_gpu: bool) -> Caps:
-        """Return the caps that suit what carries gradients."""
+        """Return the caps that suit the carrier of the gradients."""
         if not is_on_gpu:
             return self.network_caps if is_by_group else self.caps
-        caps = self.network_caps  # NCCL's, but the bucket that fills last is small
+        caps = self.network_caps  # NCCL's, except that the last bucket is small
         last_bytes = min(caps.last_bytes, DEFAULT_NETWORK_CAPS.last_bytes)
         return Caps(caps.bucket_bytes, last_bytes, caps.each)
 
     @property
     def staying(self) -> dict[str, bool]:
-        """What of a model is never sent, and so may differ from rank to rank."""
+        """Whether frozen parameters, or buffers, are never sent, and so may differ."""
         at_start = self.sync_at_start and self.sync_buffers_at_start
         return {
             "frozen": not self.sync_at_start,
@@ -70,11 +69,11 @@ class Options:
         }
 
     def view_bytes(self, is_on_gpu: bool) -> int:
-        """Return from which size on gradients become views of their buckets.
+        """Return the size from which gradients become views of their buckets.
 
-        On the CPU nothing shows it of those that a backward makes.  On a GPU the memory
-        of a bucket is not that of torch's allocator, which can then protect no reader
-        on another stream.
+        On the CPU a view of a new gradient behaves like a tensor.  On a GPU a bucket's
+        memory is not from torch's allocator, which then cannot protect readers on other
+        streams.
         """
         return VIEW_BYTES if self.as_bucket_views or not is_on_gpu else sys.maxsize
 
@@ -91,9 +90,9 @@ def read(
     accumulate_in_fp32: bool,
     gradient_as_bucket_view: bool,
 ) -> tuple[Options, Exception | None]:
-    """Return the options, and what is wrong with them: sent to all ranks, not raised.
+    """Return the options, and an error in them: sent to all ranks, not raised.
 
-    A rank that raised here, alone, would leave the others waiting for it.
+    If one rank raised here, the others would wait for it.
     """
     newer_first = reversed(sync_buffers)
     options = Options(
@@ -162,7 +161,7 @@ def _read_caps(
 ) -> tuple[Caps, Caps]:
     """Return the caps of buckets in shared memory, and of those on a network.
 
-    As in torch, a list counts instead of the number.
+    As in torch, the list overrides the number.
     """
     if bucket_cap_mb_list and not isinstance(bucket_cap_mb_list, Iterable):
         raise TypeError(
@@ -197,7 +196,7 @@ def _cap_bytes(name: str, mebibytes: float) -> int:
 
 
 def check_delayed(named: Any, hooked: Any) -> None:
-    """Raise where one of the two arguments for delayed gradients is missing."""
+    """Raise if only one of the two arguments for delayed gradients is given."""
     if (named is None) != (hooked is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set "
@@ -210,7 +209,7 @@ def warn_of_deprecated(
     broadcast_buffers: bool | None,
     forward_sync_buffers: bool | None,
 ) -> None:
-    """Warn as torch does of an argument without effect, and of one with a new name."""
+    """Warn, as torch does, of an argument without effect and of a renamed one."""
     if check_reduction:
         warnings.warn(
             "The `check_reduction` argument in `DistributedDataParallel` module is "
@@ -237,9 +236,9 @@ def warn_of_deprecated(
 
 
 def raise_first_difference(options: list[dict[str, Any]]) -> None:
-    """Raise, on every rank the same, where options that must agree differ.
+    """Raise, alike on every rank, if options that must agree differ.
 
-    They are given by rank.
+    `options` is indexed by rank.
     """
     for rank, theirs in enumerate(options):
         for name, first in options[0].items():

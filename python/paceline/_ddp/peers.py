@@ -1,7 +1,7 @@
-"""Who the ranks of a process group are, whether each still runs, and their messages.
+"""The ranks of a process group: their hosts, whether each runs, and their messages.
 
-Messages go by the group's own collectives where those take CPU tensors, and by its
-store where they do not: NCCL would make a communicator for them, and cannot be left.
+Messages go through the group's own collectives if those take CPU tensors, else through
+its store.  NCCL would make a communicator for them, and could not be left.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ POLL_SECONDS = 0.002
 CHECK_FIRST_SECONDS = 0.01
 CHECK_EVERY_SECONDS = 0.1
 _BLAME_SECONDS = 0.6
-"""How long a failed exchange looks for the rank that caused it."""
+"""How long a failed exchange searches for the rank that caused it."""
 _LAST_CHECK_SECONDS = 2.0
-"""How long the process that had the store may take to end, once that is gone."""
+"""How long the store's process may take to end after the store is lost."""
 _READ_TOGETHER = 4096
-"""How many hosts all ranks together ask the store for at a time: one process serves it,
-and what every rank asks of every other grows with their square."""
+"""How many hosts all ranks together request from the store at a time: one process
+serves it, and requests of each rank for each other grow with the square."""
 _MOST_NAMED = 8
 
 OTHER_HOSTS = "on other hosts"
@@ -46,21 +46,21 @@ _wrap_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def words_of(error: BaseException) -> str:
-    """Return an exception's type and text, as a traceback's last line has them."""
+    """Return an exception's type and text, as the last line of a traceback."""
     return traceback.format_exception_only(error)[-1].strip()
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where a rank runs: what must agree for ranks to share memory, or be seen."""
+    """A rank's host: the values that must agree for ranks to share memory."""
 
-    boot: str  # the kernel's boot id; drawn where there is a `problem`
-    network: int  # namespace, which the abstract sockets live in
-    processes: int  # namespace: process ids mean the same inside one
-    users: int  # namespace: numbers of users mean the same inside one
-    user: int  # ranks of others are not talked to
+    boot: str  # the kernel's boot id; random if there is a `problem`
+    network: int  # namespace, in which abstract sockets live
+    processes: int  # namespace, in which process ids are valid
+    users: int  # namespace, in which user ids are valid
+    user: int  # ranks of other users cannot share memory
     pid: int  # in the rank's own namespace
-    problem: str = ""  # why the rank is on a host of its own: what cannot be read
+    problem: str = ""  # why the rank counts as a separate host: what could not be read
 
     @classmethod
     def here(cls) -> Host:
@@ -81,7 +81,7 @@ class Host:
         return self.difference_to(other) is None
 
     def difference_to(self, other: Host) -> str | None:
-        """Return why these share no memory; None: they can."""
+        """Return why the two share no memory, or None if they can."""
         if self.problem or other.problem:
             return f"on unknown hosts: {self.problem or other.problem}"
         if self.boot != other.boot:
@@ -93,13 +93,13 @@ class Host:
         return None
 
     def visible_pid(self, viewer: Host) -> int:
-        """Return the process id as ``viewer`` sees it; 0 where it cannot."""
+        """Return the process id as ``viewer`` sees it, or 0 if it cannot."""
         is_near = (self.boot, self.processes) == (viewer.boot, viewer.processes)
         return self.pid if is_near else 0
 
 
 def count_by_host(hosts: Sequence[Host]) -> list[int]:
-    """Return how many ranks each host has; empty where links cannot join them."""
+    """Return how many ranks each host has; empty if links cannot join the hosts."""
     counts: list[int] = []
     firsts: list[Host] = []
     for host in hosts:
@@ -107,7 +107,7 @@ def count_by_host(hosts: Sequence[Host]) -> list[int]:
             counts[-1] += 1
             continue
         if any(host.shares_memory_with(first) for first in firsts):
-            return []  # ranks of a host that are not in a row
+            return []  # a host's ranks are not contiguous
         counts.append(1)
         firsts.append(host)
     is_small = len(counts) <= _native.MAX_HOSTS
@@ -117,18 +117,18 @@ def count_by_host(hosts: Sequence[Host]) -> list[int]:
 
 
 def name_of_host(host: int, first: int, n_ranks: int) -> str:
-    """Return what messages call a host: its ranks, and its number."""
+    """Return the name of a host in messages: its ranks, and its number."""
     if n_ranks == 1:
         return f"rank {first} (host {host})"
     return f"ranks {first} to {first + n_ranks - 1} (host {host})"
 
 
 class Peers:
-    """Who the ranks are, and whether each still runs.
+    """The ranks of a group, and whether each still runs.
 
-    Until the ranks have met they know each other from the store alone.  From then on no
-    call of the store is needed, which matters: a store that a dead rank 0 hosted does
-    not answer, nor is its connection lost while that rank's DataLoader workers live.
+    Until the ranks have met they know each other only through the store.  Later they
+    need it no more.  That matters: a store on a dead rank 0 does not answer, and its
+    connection stays open as long as that rank's DataLoader workers live.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class Peers:
         self.rank, self.size, self._seconds = rank, size, seconds
         self.here = Host.here()
         self._hosts: dict[int, Host] = {rank: self.here}
-        # The group's store, under a prefix of this meeting; None: torch shows none.
+        # The group's store, under a prefix of this meeting; None: torch hides it.
         self.store: Any = None
-        self._store: Any = None  # the same, while processes are to be watched by it
+        self._store: Any = None  # the same, while it is needed to watch processes
         self._n_sent = 0
         self._n_looked = 0
         store = torch_groups.group_store(group)
@@ -166,15 +166,15 @@ class Peers:
         return [self._hosts[rank] for rank in range(self.size)]
 
     def meet(self, hosts: list[Host]) -> None:
-        """Take over what the ranks have sent each other."""
+        """Take over the hosts that the ranks have sent each other."""
         self._hosts = dict(enumerate(hosts))
         if all(host.visible_pid(self.here) for host in hosts):
             self._store = None  # every process can be watched from here
 
     def _in_time(self, ask: Callable[[], _Answer]) -> _Answer:
-        """Ask the store; one that a stopped process hosts is given up in time.
+        """Ask the store, with a deadline in case its process has stopped.
 
-        The store's own failures are turned into the loss of who hosts it.
+        A failure of the store is raised as the loss of its process.
         """
         answers: list[_Answer] = []
         errors: list[BaseException] = []
@@ -208,7 +208,7 @@ class Peers:
         self._read_hosts(self._store)
 
     def _read_hosts(self, store: Any) -> None:
-        """Read where some of the ranks are, the next ones first; of few, all."""
+        """Read the hosts of some ranks, the next ranks first; of a few ranks, all."""
         first = self.rank + self._n_looked
         for rank in (n % self.size for n in range(first, first + self.size)):
             if self._n_looked - (first - self.rank) > _READ_TOGETHER // self.size:
@@ -218,7 +218,7 @@ class Peers:
                 self._hosts[rank] = Host(**json.loads(store.get(f"host/{rank}")))
 
     def check(self) -> None:
-        """Raise ``PeerError`` where a rank is known to be gone."""
+        """Raise ``PeerError`` if a rank is known to be gone."""
         self._check_processes()
         if self._store is None:
             return
@@ -232,7 +232,7 @@ class Peers:
         self._read_hosts(self._store)
 
     def tell_of_end(self, why: BaseException) -> None:
-        """Have the others' :meth:`check` raise that this rank has left the meeting."""
+        """Make the others' :meth:`check` raise that this rank has left the meeting."""
         if self.store is None:
             return
         self._tell_gone(self.rank, f"left the construction ({words_of(why)})")
@@ -252,15 +252,15 @@ class Peers:
                 self._fail(rank, f"(process {pid}) died during construction")
 
     def all_gather(self, message: bytes, seconds: float) -> list[bytes]:
-        """Send `message` to all ranks by the store; return every rank's, by rank.
+        """Send `message` to all ranks through the store; return every rank's, by rank.
 
-        A rank that dies, or has sent nothing after `seconds`, is a ``PeerError``.
+        If a rank dies, or has sent nothing after `seconds`, this raises ``PeerError``.
         """
         try:
             return self._all_gather(message, seconds)
         except _native.PeerError as error:
             if isinstance(error.__cause__, dist.DistError):
-                self._find_ended()  # it had the store, and may be a zombie yet
+                self._find_ended()  # the rank with the store; it may still be a zombie
             raise
 
     def _find_ended(self) -> None:
@@ -271,9 +271,9 @@ class Peers:
             time.sleep(10 * POLL_SECONDS)
 
     def _all_gather(self, message: bytes, seconds: float) -> list[bytes]:
-        """Have rank 0 read all messages and send them on as one.
+        """Let rank 0 read all messages and send them on as one.
 
-        Each rank would ask the one store for every other's otherwise.
+        Otherwise each rank would request every other's from the one store.
         """
         store, number = self.store, self._n_sent
         self._n_sent += 1
@@ -286,7 +286,7 @@ class Peers:
             else:
                 received = [message, *(store.get(other) for other in others)]
                 store.set(together, pickle.dumps(received))
-                if number > 0:  # all have read those before, having sent these
+                if number > 0:  # all ranks sent these, so they have read those before
                     store.delete_key(f"messages/{number - 1}")
             store.delete_key(key)  # rank 0 has read it
             return received
@@ -301,7 +301,7 @@ class Peers:
         )
 
     def _await_keys(self, keys: list[str], number: int, seconds: float) -> None:
-        """Wait until the store has all keys; keep an eye on the ranks."""
+        """Wait until the store has all keys; watch the ranks meanwhile."""
         until = time.monotonic() + seconds
         pause = POLL_SECONDS
         n_there = 0
@@ -313,7 +313,7 @@ class Peers:
             if time.monotonic() > until:
                 self._fail_late(number, seconds)
             time.sleep(pause)
-            # One store serves all ranks, and the one that is awaited, too.
+            # One store serves all ranks, including the one awaited.
             pause = min(2 * pause, CHECK_EVERY_SECONDS)
 
     def _fail_late(self, number: int, seconds: float) -> None:
@@ -326,7 +326,7 @@ class Peers:
         )
 
     def blame(self, cause: BaseException) -> None:
-        """Raise ``PeerError`` for a collective that failed, naming whom it can."""
+        """Raise ``PeerError`` for a failed collective, naming the rank if possible."""
         until = time.monotonic() + _BLAME_SECONDS
         while time.monotonic() < until:
             self.check()

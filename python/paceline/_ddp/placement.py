@@ -1,4 +1,4 @@
-"""Where the ranks train: which device a module is on, and who is on which GPU."""
+"""Where the ranks train: the device of each module, and the GPU of each rank."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from paceline import _environment, _gpu, _native
 from paceline._compat import torch_groups
 
 _SHARED_GPU_NCCL = 23003
-"""The first NCCL that knows NCCL_MULTI_RANK_GPU_ENABLE."""
+"""The first NCCL with NCCL_MULTI_RANK_GPU_ENABLE."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank trains, as the ranks tell each other."""
+    """Where a rank trains, as sent to the other ranks."""
 
     device: str = "cpu"
-    gpu: str = ""  # what tells it from others of the host
-    nccl_version: int = 0  # as in 22809; 0 where it is not known
-    nccl_host: str = ""  # what NCCL tells hosts apart by
-    shares: bool = False  # NCCL was told to take several ranks on one GPU
+    gpu: str = ""  # its identity among the host's GPUs
+    nccl_version: int = 0  # as in 22809; 0 if unknown
+    nccl_host: str = ""  # NCCL's identity of the host
+    shares: bool = False  # NCCL was set to take several ranks on one GPU
 
 
 @dataclass(frozen=True)
 class Gpu:
     """A rank's GPU."""
 
-    index: int  # as torch counts
-    nccl: str | None = None  # its file, where the loader is not to find it by itself
+    index: int  # torch's number
+    nccl: str | None = None  # its file, or None if the loader finds it
 
     @property
     def native(self) -> _native.Device:
-        """Its native side."""
+        """The native object."""
         return _gpu.open_device(self.index)
 
     def memory(self, arena_bytes: int, words_bytes: int, in_fp32: bool) -> Any:
-        """Return what a world is to be given to have its gradients on this GPU.
+        """Return the arguments with which a world has its gradients on this GPU.
 
-        Of the memory of a step `words_bytes` are the host's.  With `in_fp32` 16-bit
-        gradients are added up in float32.
+        `words_bytes` of the step's memory are on the host.  With `in_fp32` 16-bit
+        gradients are summed in float32.
         """
         return {
             "device": self.native,
@@ -55,7 +55,7 @@ class Gpu:
 
 
 def type_of(module: Any) -> str:
-    """Return the type of device whose tensors a module has gradients of."""
+    """Return the type of the device that holds a module's gradients."""
     parts = module.modules() if hasattr(module, "modules") else ()
     first = next((p for m in parts for _, p in torch_groups.own_parameters(m)), None)
     is_on_gpu = first is not None and _gpu.machine.index_of(first.device) is not None
@@ -68,15 +68,15 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def open_gpu(device: torch.device, is_alone: bool) -> tuple[Gpu, Placement]:
-    """Return a rank's GPU, ready for use, and what to tell the others of it."""
+    """Return a rank's GPU, ready for use, and the placement to send to others."""
     index = _gpu.machine.index_of(device)
     assert index is not None
     if because := _gpu.machine.why_unusable():
         raise NotImplementedError(
             f"the module is on {device}, and {because}: paceline trains on the CPU and "
-            "on NVIDIA's GPUs; install a torch that is built for CUDA"
+            "on NVIDIA GPUs; install a torch that is built for CUDA"
         )
-    if is_alone:  # it may do without the driver
+    if is_alone:  # then no driver is needed
         return Gpu(index), Placement(str(device))
     _gpu.open_device(index)
     gpu = Gpu(index, _gpu.find_library("nccl"))
@@ -137,7 +137,7 @@ def read_devices(
 
 
 def _index(device: Any, name: str) -> int:
-    """Return the number of the GPU that is meant; None means torch's current one."""
+    """Return the number of the GPU that `device` means; None means the current one."""
     index = _number(device, name)
     if index is None:
         return _gpu.machine.current()
@@ -145,7 +145,7 @@ def _index(device: Any, name: str) -> int:
         raise ValueError(
             f"{name} is or has {device!r}, and this process sees "
             f"{_gpu.machine.count()} CUDA devices, numbered from 0: give one of those "
-            "(what CUDA_VISIBLE_DEVICES hides has no number)"
+            "(devices that CUDA_VISIBLE_DEVICES hides have no number)"
         )
     return index
 
@@ -169,14 +169,14 @@ def _number(device: Any, name: str) -> int | None:
 
 
 def raise_conflict(placements: Sequence[Placement]) -> None:
-    """Raise where ranks, in their order, cannot train together from where they are."""
+    """Raise if the ranks, given in order, cannot train together on their devices."""
     first = placements[0]
     for rank, placement in enumerate(placements):
         kinds = [each.device.partition(":")[0] for each in (first, placement)]
         if kinds[0] != kinds[1]:
             raise _native.MismatchError(
                 f"rank 0's module is on {first.device}, rank {rank}'s on "
-                f"{placement.device}: move all to the CPU, or each to a GPU of its own"
+                f"{placement.device}: move all to the CPU, or each to its own GPU"
             )
         if placement.nccl_version != first.nccl_version:
             raise _native.MismatchError(

@@ -1,10 +1,9 @@
-"""From a user's process group to a world of ranks: in shared memory, where it can be.
+"""From a user's process group to a world of ranks, in shared memory if possible.
 
 The group's own collectives carry the first messages, since its connections already
-notice a rank that dies; the group's store carries each rank's process id beforehand, so
-that the rank can be named.  Where a group takes no CPU tensors (NCCL) the store carries
-all.
-From then on the native world watches the processes itself.
+notice a rank that dies.  Before that the group's store carries each rank's process id,
+so that the rank can be named.  If a group takes no CPU tensors (NCCL), the store
+carries all.  Later the native world watches the processes itself.
 """
 
 from __future__ import annotations
@@ -40,25 +39,25 @@ _log = logging.getLogger("paceline")
 LINK_SECONDS = 20.0
 """How long hosts may take to connect to one another."""
 _OUTCOME_SECONDS = 30.0
-"""How long a rank whose world could not be made waits for what the others say of it:
-none can have made it, and each soon gives up."""
+"""How long a rank without a world waits for the others' outcomes: none can have made
+one, and each soon gives up."""
 _INTERRUPTED_SECONDS = 2.0
-"""The same for one that a signal has interrupted: it answers the others, who would wait
-for it otherwise."""
+"""The same for a rank that a signal interrupted: it answers the others, which would
+wait for it otherwise."""
 
 _out_of_step: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = (
     weakref.WeakKeyDictionary()
 )
-"""Groups with a collective that this rank has left, which the next would be taken for,
-and why."""
+"""Groups with a collective that this rank has left, and why: the group's next one would
+pair with it."""
 
 
 class Meeting:
     """The ranks of a process group, before they share memory.
 
-    Where Gloo carries the group's CPU tensors, or nothing does (NCCL), and all ranks of
-    a host have memory to share, they meet there; otherwise the group's own collectives
-    carry all messages.  Of several timeouts of a group that of `device_type` counts.
+    If Gloo carries the group's CPU tensors, or nothing does (NCCL), and all ranks of a
+    host have memory to share, they meet there.  Otherwise the group's own collectives
+    carry all messages.  If a group has several timeouts, that of `device_type` counts.
     """
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = "cpu") -> None:
@@ -81,15 +80,15 @@ class Meeting:
             self._peers = Peers(group, self.rank, self.size, self._seconds)
             if not self._has_cpu and self._peers.store is None:
                 raise NotImplementedError(
-                    "process_group takes no CPU tensors, and torch shows no store of "
-                    "it to meet by: make it by torch.distributed.new_group()"
+                    "process_group takes no CPU tensors, and torch gives no access to "
+                    "its store: make it with torch.distributed.new_group()"
                 )
 
     @property
     def uses_group(self) -> bool:
         """Whether collectives of a group carry a step's messages.
 
-        Known after :meth:`exchange`, but for a lack of memory, which :meth:`connect`
+        Known after :meth:`exchange`, except for a lack of memory, which :meth:`connect`
         finds.
         """
         if not self._is_known_kind:
@@ -105,10 +104,10 @@ class Meeting:
 
     @property
     def ranks_by_host(self) -> list[int]:
-        """How many ranks each host has, where links join them; else empty.
+        """How many ranks each host has if links join the hosts; else empty.
 
-        A host has those behind the last one's; their sums go between hosts by sockets,
-        which Gloo's would be, too: not where these are encrypted.
+        Each host has consecutive ranks.  Links send sums between hosts over sockets, as
+        Gloo would.  If Gloo's sockets are encrypted, no links join the hosts.
         """
         if not self._is_known_kind or self._links_problem:
             return []
@@ -119,8 +118,8 @@ class Meeting:
     def exchange(self, message: Any, seconds: float | None = None) -> list[Any]:
         """Send one picklable object to all ranks; return every rank's, by rank.
 
-        A rank that dies meanwhile is a ``PeerError``, and so is one that takes more
-        than `seconds`, by default the group's timeout.
+        If a rank dies meanwhile, or takes more than `seconds` (default: the group's
+        timeout), this raises ``PeerError``.
         """
         if self.size == 1:
             return [message]
@@ -150,7 +149,7 @@ class Meeting:
     def _exchange_by_group(self, pickled: bytes, seconds: float | None) -> list[Any]:
         until = None if seconds is None else time.monotonic() + seconds
         mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-        # The user's default device is another where he builds models on it.
+        # The user may have set another default device, to build models on it.
         sizes = self._all_gather(torch.tensor([mine.numel()], device="cpu"), until)
         longest = int(max(size.item() for size in sizes))
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -179,8 +178,8 @@ class Meeting:
                     check_at = time.monotonic() + CHECK_EVERY_SECONDS
                 if until is not None and time.monotonic() > until:
                     raise _native.PeerTimeoutError(
-                        f"rank {self.rank}: the other ranks have not said how their "
-                        "construction went"
+                        f"rank {self.rank}: the other ranks have not reported how "
+                        "their construction ended"
                     )
             work.wait()
         except _native.PeerError:
@@ -193,7 +192,7 @@ class Meeting:
         """Make the world; collective over the group.
 
         Every rank gives the same bytes of shared memory and number of operations in
-        flight; `device` is what ``paceline._native.RankWorld`` takes for a GPU.
+        flight; `device` holds ``paceline._native.RankWorld``'s arguments for a GPU.
         """
         sizes = {"arena_bytes": arena_bytes, "n_ops": n_ops, **device}
         world = None
@@ -210,14 +209,14 @@ class Meeting:
     ) -> _native.RankWorld | None:
         """Make a world of ranks that share each host's memory; links join the hosts.
 
-        Return None on every rank where one of them has no memory, or no link.
+        Return None on every rank if one of them has no memory or no link.
         """
         firsts = [sum(n_ranks[:h]) for h in range(len(n_ranks))]
         host = max(h for h, first in enumerate(firsts) if first <= self.rank)
         first, n_here = firsts[host], n_ranks[host]
         is_first, has_links = self.rank == first, len(n_ranks) > 1
         listener = links = lack = None
-        # Of each rank its process, and the socket that it is met by.  A first rank's
+        # Each rank has a process descriptor and a socket for meeting.  A first rank's
         # links are duplicated on their way to the core.
         n_links = host_links.N_STREAMS * len(n_ranks) if is_first and has_links else 0
         try:
@@ -230,7 +229,7 @@ class Meeting:
         offers = self.exchange((address, links.offer if links else None, lack))
         sockets: list[Any] = []
         world = problem = None
-        may_lack = True  # of an error of the operating system: not memory of a GPU
+        may_lack = True  # an OS error may mean a lack, but not of a GPU's memory
         try:
             lacks = [
                 f"rank {r}: {offer[2]}" for r, offer in enumerate(offers) if offer[2]
@@ -253,7 +252,7 @@ class Meeting:
                 hosts=(n_ranks, tuple(names), files) if has_links else None,
             )
         except BaseException as error:
-            listener = None  # who still connects finds that nobody listens
+            listener = None  # closes it: later callers find no listener
             may_lack = may_lack or _lacks_shared_memory(sizes["arena_bytes"])
             problem = error
         finally:
@@ -261,7 +260,7 @@ class Meeting:
             if links is not None:
                 links.close()
         if problem is None and not has_links:
-            return world  # all or none have one
+            return world  # all ranks have a world, or none
         patience = None if has_links else _OUTCOME_SECONDS
         return self._settle(world, problem, may_lack, has_links, patience)
 
@@ -279,9 +278,9 @@ class Meeting:
         has_links: bool,
         seconds: float | None = None,
     ) -> _native.RankWorld | None:
-        """Tell every rank how it went here; return the world, if every rank has one.
+        """Send this rank's outcome; return the world if every rank has one.
 
-        The gravest outcome of all ranks says what becomes of each: see `_Outcome`.
+        The gravest outcome decides for all ranks: see `_Outcome`.
         """
         outcome = _Outcome.of(problem, may_lack)
         is_interrupted = problem is not None and not isinstance(problem, Exception)
@@ -293,7 +292,7 @@ class Meeting:
             if problem is not None and is_interrupted:
                 self._tell_of_end(problem)
             if problem is None or (has_links and isinstance(problem, OSError)):
-                raise  # it had no links
+                raise  # this rank had no links
             raise problem from None
         gravest = max(each for each, _ in received)
         if gravest is _Outcome.MADE:
@@ -315,7 +314,7 @@ class Meeting:
         return None
 
     def _why_no_memory_is_shared(self) -> str | None:
-        """Return why ranks of one host share no memory; None: they are on several."""
+        """Return why a host's ranks share no memory; None if hosts are several."""
         first, *others = self._peers.hosts
         differences = [host.difference_to(first) for host in others]
         for rank, difference in enumerate(differences, 1):
@@ -326,7 +325,7 @@ class Meeting:
         return f"they are more than {_native.MAX_SHARED_MEMORY_RANKS}"
 
     def _warn(self, *, is_by_group: bool) -> None:
-        """Say, on rank 0, why ranks share no memory, and by what they talk instead."""
+        """Warn, on rank 0, why ranks share no memory, and what they use."""
         why = self._memory_problem or self._why_no_memory_is_shared()
         reasons = "; ".join(filter(None, (why, self._links_problem)))
         how = "they talk by sockets between them"
@@ -345,13 +344,13 @@ class Meeting:
         except BaseException as error:
             problem = error
         world = self._settle(world, problem, may_lack=False, has_links=False)
-        assert world is not None  # where one rank has none, this raises
+        assert world is not None  # if one rank has none, this raises
         if comm is not None:
             comm.serve(world)
         return world
 
     def _group_of_hosts(self) -> Any:
-        """Return what carries messages between hosts: the group, or one over Gloo."""
+        """Return the carrier of messages between hosts: the group, or one over Gloo."""
         if self._has_cpu:
             return self.group
         return torch_groups.make_gloo(
@@ -371,15 +370,15 @@ class Meeting:
 
 
 class _Outcome(enum.IntEnum):
-    """What came of the making of a world on one rank, the gravest last.
+    """The outcome of making a world on one rank, the gravest last.
 
     ======= =================================== =======================================
-    on one  since                               then all
+    on one  means                               then all
     ======= =================================== =======================================
     MADE    it has its world                    have theirs
     FOLLOWS another has failed (``PeerError``)  raise; over links, as LACKS
     LACKS   it has no memory to share, no link  go on by the group
-    FAILS   of anything else                    raise: it its own error, others its name
+    FAILS   any other error                     raise: it its own error, others its name
     ======= =================================== =======================================
     """
 

@@ -40,7 +40,7 @@ from paceline._ddp.step_log import StepLog
 
 
 class Wrapper(Protocol):
-    """What a session needs of its wrapper."""
+    """The part of a wrapper that a session needs."""
 
     module: Any
     find_unused_parameters: bool
@@ -50,7 +50,7 @@ class Wrapper(Protocol):
 
 
 class Membership(enum.Enum):
-    """What a wrapper is to the ranks of its group."""
+    """A wrapper's relation to the ranks of its group."""
 
     COPIED = "a copy, which takes over rank 0's tensors as it meets the others"
     MOVED = "given another group, whose ranks are yet to be met"
@@ -60,25 +60,25 @@ class Membership(enum.Enum):
 
 @dataclasses.dataclass
 class JoinState:
-    """The join context that the wrapper is in."""
+    """The join context of the wrapper."""
 
-    divides_by_active: bool = False  # gradients, by how many ranks still train
+    divides_by_active: bool = False  # divide gradients by the active ranks
     raises: bool = False  # on all ranks as soon as one has run out of batches
-    is_active: bool = False  # there is such a context
-    has_ended_early: bool = False  # a rank has run out, and all are to raise
+    is_active: bool = False  # the wrapper is in a context
+    has_ended_early: bool = False  # a rank has run out, and all must raise
 
 
 class ThreadList(threading.local):
-    """A list that each thread has of its own."""
+    """A list for each thread."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
 
 
 class Session:
-    """What a DistributedDataParallel, which owns it, has behind torch's surface."""
+    """The state of a DistributedDataParallel, its owner, behind torch's surface."""
 
-    world: _native.RankWorld  # there as soon as there is a reducer
+    world: _native.RankWorld  # set as soon as there is a reducer
     _changes: Changes  # likewise
 
     def __init__(
@@ -91,22 +91,22 @@ class Session:
         self.options = options
         self.membership = membership
         self.model = Model([], [])
-        self.reduced: list[Any] = []  # by the reducer: their gradients
-        # None where there is nothing to average, or nobody was met
+        self.reduced: list[Any] = []  # the reducer's parameters
+        # None if there is nothing to average, or no rank was met yet
         self.reducer: _native.Reducer | None = None
         self.strict_check: strict.DynamicGraph | strict.StaticGraph | None = None
         self.callbacks = StepCallbacks()
         self.log = StepLog()
         self.hooks = CommHooks()
         self.join = JoinState()
-        self.n_join_hooks = 0  # contexts of torch's own `Join` that it was in
-        self.open_forwards = ThreadList()  # what watches each, the innermost last
-        # The step that prepare_for_backward() has asked to synchronise; -1: none.
+        self.n_join_hooks = 0  # contexts of torch's own `Join` entered so far
+        self.open_forwards = ThreadList()  # their watchers, the innermost last
+        # The step that prepare_for_backward() asked to synchronise, or -1.
         self.requested_step = -1
-        # Whether the last forward that recorded gradients was synchronised: the next
-        # one has rank 0's buffers to take over.
+        # Whether the last forward that recorded gradients was synchronised: then the
+        # next takes over rank 0's buffers.
         self.syncs_buffers = True
-        self.has_taken_optimizers = False  # those that run in backward
+        self.has_taken_optimizers = False  # of those that run in backward
         self.sync, self.in_no_sync = True, False
         self._is_to_wrap_anew = False
 
@@ -114,14 +114,14 @@ class Session:
     def wrapper(self) -> Wrapper:
         """The wrapper."""
         wrapper = self._wrapper()
-        assert wrapper is not None, "only the wrapper asks"
+        assert wrapper is not None, "only the wrapper calls this"
         return wrapper
 
     def set_sync(self, sync: bool, in_no_sync: bool) -> None:
-        """Say whether forwards ask for an average, and whether all backwards are local.
+        """Set whether forwards request an average, and whether all backwards are local.
 
         The first is torch's attribute; the second is for ``no_sync()`` around a
-        backward alone.
+        backward only.
         """
         self.sync, self.in_no_sync = sync, in_no_sync
         if self.reducer is not None:
@@ -129,28 +129,28 @@ class Session:
 
     @property
     def is_to_meet(self) -> bool:
-        """Whether the ranks of the group are still to be met."""
+        """Whether the wrapper has yet to meet the ranks of its group."""
         return self.membership in (Membership.COPIED, Membership.MOVED)
 
     @property
     def sends_buffers(self) -> bool:
-        """Whether buffers go with the gradients: not where a hook has them."""
+        """Whether buffers go with the gradients, and not through a buffer hook."""
         return self.options.sync_buffers and "buffer_hook" not in vars(self.wrapper)
 
     @property
     def needs_reducer(self) -> bool:
-        """Whether a rank that is alone needs one, which has nothing to average."""
+        """Whether a rank that is alone needs a reducer, with nothing to average."""
         has_callbacks = bool(self.hooks.registered or self.callbacks.always)
         return has_callbacks or self.options.strict
 
     def set_join(self, state: JoinState) -> None:
-        """Be in another join context, or in none."""
+        """Enter another join context, or leave it."""
         self.join = state
         if self.reducer is not None:
             self.reducer.set_join(state.divides_by_active, state.raises)
 
     def enter_join(self, state: JoinState) -> None:
-        """Be in a join context from now on."""
+        """Enter a join context."""
         self.log.record_join()
         self.set_join(state)
 
@@ -164,9 +164,9 @@ class Session:
     ) -> None:
         """Compare the ranks' models, make the world, register the hooks.
 
-        `read_arguments` checks those of the constructor's arguments that say something
-        of the model; `error` is what was wrong with others: every rank raises it.
-        Without `copies` rank 0's tensors are not copied.
+        `read_arguments` checks the constructor's arguments that depend on the model;
+        `error` is an error in the others, which every rank raises.  Without `copies`
+        rank 0's tensors are not copied.
         """
         options = self.options
         if not copies:
@@ -225,7 +225,7 @@ class Session:
         self._attach(reducer)
 
     def _attach(self, reducer: _native.Reducer) -> None:
-        """Give a new reducer what is to be called."""
+        """Configure a new reducer, and attach its callbacks."""
         self.reducer = reducer
         self.set_sync(self.sync, self.in_no_sync)
         self.set_join(self.join)
@@ -241,10 +241,7 @@ class Session:
         read_arguments: Callable[[Model], None] | None,
         error: Exception | None,
     ) -> tuple[Model, placement.Gpu | None, list[str]]:
-        """Return model, GPU, and each rank's identity; or raise what is wrong on any.
-
-        Every rank raises it.
-        """
+        """Return model, GPU, all ranks' identities; or raise any rank's error."""
         wrapper = self.wrapper
         model, gpu, here = Model([], []), None, placement.Placement()
         travelling = model
@@ -256,7 +253,7 @@ class Session:
             model = Model.of(wrapper.module)
             if read_arguments is not None:
                 read_arguments(model)
-            elif not self.model.buffers:  # torch then never sends any
+            elif not self.model.buffers:  # then torch never sends any
                 model = dataclasses.replace(model, buffers=[])
             model.check()
             travelling = model.without(**options.staying)
@@ -289,13 +286,13 @@ class Session:
                 raise type(other)(f"rank {rank}: {other}")
         placement.raise_conflict([row[3] for row in received])
         raise_differing_options([row[1] for row in received])
-        # The buckets must agree in any case, or gradients would be cross-wired.
+        # Buckets must agree in any case, or gradients of parameters would mix.
         if len({row[0] for row in received}) > 1:
             raise_first_difference(meeting.exchange(travelling.describe()))
         return model, gpu, [row[4] for row in received]
 
     def _record(self, jobs: list[str]) -> None:
-        """Have the steps recorded, of a job that is called as its rank 0 is."""
+        """Record the steps, in a job with the identity of its rank 0."""
         rank, hosts = self.world.rank, [job.rpartition(":")[0] for job in jobs]
         recorder = _recorder.start(
             kind="rank",
@@ -310,7 +307,7 @@ class Session:
             self.world.record(recorder)
 
     def follow_graph(self) -> None:
-        """Have the reducer take graphs as the wrapper's flags say."""
+        """Set how the reducer treats graphs, by the wrapper's flags."""
         reducer, wrapper = self.reducer, self.wrapper
         if reducer is None:
             return
@@ -330,10 +327,10 @@ class Session:
         self.callbacks.attach(reducer)
 
     def attach_comm_hook(self) -> None:
-        """Have the reducer, which is new or idle, give its buckets to the hook."""
+        """Connect the reducer, which is new or idle, to the hook."""
         hooks = self.hooks.registered
         if self.reducer is None:
-            self._set_up_alone()  # which takes the hook
+            self._set_up_alone()  # which attaches the hook
         elif hooks:
             caps, uses_group = self.options.network_caps, self.world.uses_group
             tensors, sparse = self.reduced, self.model.sparse
@@ -343,7 +340,7 @@ class Session:
             )
 
     def take_optimizers(self) -> None:
-        """Take over optimizers that were given to parameters, at the first forward."""
+        """Take over optimizers that parameters were given, at the first forward."""
         self.has_taken_optimizers = True
         optimizers = OptimizersInBackward.of(p for _, p in self.model.parameters)
         if optimizers is None:
@@ -353,12 +350,12 @@ class Session:
         self.callbacks.attach(self.reducer)
 
     def _set_up_alone(self) -> None:
-        """Make a reducer where one rank, which had none, needs it now."""
+        """Make a reducer if a lone rank without one needs it now."""
         if self.reducer is None and self.membership is Membership.ALONE:
             self.set_up()
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' values; a rank that fails is noticed at once."""
+        """Return the sum of all ranks' values; notice at once if a rank fails."""
         total = torch.zeros_like(values)
         for rank in range(self.world.world_size):
             of_rank = values.clone()
@@ -369,41 +366,41 @@ class Session:
     # ---- changes --------------------------------------------------------------------
 
     def wrap_anew(self) -> None:
-        """Have the next forward that records gradients make a new world."""
+        """Make the next forward that records gradients build a new world."""
         self._is_to_wrap_anew = self.reducer is not None
 
     def move(self, group: dist.ProcessGroup) -> None:
-        """Average over the ranks of another group from the next such forward on."""
+        """Average over another group's ranks from the next such forward on."""
         self.options = dataclasses.replace(self.options, group=group)
         if self.membership is not Membership.COPIED:
             self.membership = Membership.MOVED
         self.wrap_anew()
 
     def has_changed(self) -> bool:
-        """Tell whether the wrapper is to meet the ranks, for the first time or anew."""
+        """Tell whether the wrapper must meet the ranks, for the first time or anew."""
         if self.reducer is None:
             return self.membership is not Membership.ALONE
         return self._is_to_wrap_anew or self._changes.changed()
 
     def has_no_part(self) -> bool:
-        """Tell whether a model that has changed, or is to meet, runs for itself."""
+        """Tell whether a model that changed, or has met no ranks, runs on its own."""
         module = self.wrapper.module
         if self.reducer is None:
             return self.is_to_meet and is_stateless_call(module)
         return has_nothing_to_train(module) or is_stateless_call(module)
 
     def adopt_now(self) -> None:
-        """Do at once what the next forward would, which some ranks may not have."""
+        """Do now what the next forward would do, since some ranks may have none."""
         if self.reducer is None or (self.has_changed() and not self.has_no_part()):
             self.adopt_changes()
 
     def adopt_changes(self, has_buffers: bool = True) -> None:
-        """Have the wrapper meet the ranks: every rank notices at this same forward.
+        """Meet the ranks: every rank notices the change at this same forward.
 
-        It takes over what rank 0 has sent of the buffers, with ``has_buffers``.
+        With ``has_buffers`` it takes over the buffers that rank 0 has sent.
 
-        A copy (deepcopy, unpickled) does it now, and not before: a rank may make a copy
-        alone, to save or to evaluate it.
+        A copy (deepcopy, unpickled) does it now, not when it is made: one rank alone
+        may make a copy, to save or to evaluate it.
         """
         if self.reducer is not None:
             if has_buffers:
@@ -420,8 +417,8 @@ class Session:
     def _leave_old_world(self, reducer: _native.Reducer) -> None:
         """Wrap the model anew, as it is now.
 
-        A rank that is alone in having changed its model ends the others' step, and
-        every rank raises ``MismatchError``.
+        If only one rank has changed its model, it ends the others' step, and every rank
+        raises ``MismatchError``.
         """
         if self.join.is_active and reducer.n_active < self.world.world_size:
             raise RuntimeError(
@@ -429,12 +426,12 @@ class Session:
                 "batches: change it on every rank, outside the context"
             )
         unseen = self._unseen(reducer)
-        # Outputs of earlier forwards may keep the reducer, and its world, alive.
+        # Outputs of earlier forwards may keep the reducer and its world alive.
         self.world.note_exception(
             "Its model was changed after wrapping. Change it on every rank, before the "
             "same forward."
         )
-        if self.membership is not Membership.MOVED:  # whose ranks may have left it
+        if self.membership is not Membership.MOVED:  # its ranks may have left the world
             self._meet_in_old_world()
         self.membership = Membership.MET
         reducer.detach()
@@ -449,9 +446,9 @@ class Session:
             anew.unseen = bytes(id(p) in unseen for p in self.model.trainable)
 
     def _unseen(self, reducer: _native.Reducer) -> set[int]:
-        """Return the ids of parameters that hold gradients of this rank alone.
+        """Return the ids of parameters with gradients that only this rank has.
 
-        None of them may be frozen by now: the ranks would never average it.
+        None of them may be frozen now: the ranks would never average it.
         """
         flags = zip(self.model.trainable, reducer.unseen, strict=True)
         unseen = {id(p) for p, is_unseen in flags if is_unseen and p.grad is not None}
@@ -467,10 +464,10 @@ class Session:
         return unseen
 
     def _meet_in_old_world(self) -> None:
-        """Raise where not every rank is about to wrap its model anew.
+        """Raise if not every rank is about to wrap its model anew.
 
-        The others issue another operation then, which all ranks see at once.  Over a
-        process group nothing shows it: see ``group_comm.py``.
+        The other ranks then issue another operation, which all ranks see at once.  Over
+        a process group nothing shows that: see ``group_comm.py``.
         """
         if self.world.uses_group:
             return

@@ -1,4 +1,4 @@
-"""What a wrapper does at the end of each backward, once the averages are in place."""
+"""A wrapper's work at the end of each backward, once the averages are in place."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline._ddp import group_comm
 
 
 class StepCallbacks:
-    """Calls what was asked for, inside the backward: ``Reducer.on_finish``.
+    """Runs callbacks inside the backward: ``Reducer.on_finish``.
 
-    It knows neither the wrapper nor the reducer, which owns it: a wrapper that is
-    dropped must go at once.
+    It refers to neither the wrapper nor the reducer, which owns it: a dropped wrapper
+    must be freed at once.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StepCallbacks:
         self._once: list[Callable[[], object]] = []
 
     def attach(self, reducer: _native.Reducer | None) -> None:
-        """Have a reducer call this, if there is anything to call."""
+        """Attach this to a reducer, if there is anything to call."""
         if reducer is not None:
             reducer.on_finish = self if self.always or self._once else None
 
@@ -41,7 +41,7 @@ class StepCallbacks:
 
 
 def wait_for(futures: Iterable[Any]) -> None:
-    """Wait for what a hook has begun; signals end the wait."""
+    """Wait for work that a hook has begun; signals end the wait."""
     for future in futures:
         group_comm.wait_for(future)
 
@@ -49,8 +49,8 @@ def wait_for(futures: Iterable[Any]) -> None:
 class OptimizersInBackward:
     """Steps the optimizers that ``_apply_optimizer_in_backward`` gave to parameters.
 
-    They step by averages, so after the step of the reducer; then the gradients that
-    they have used become None.
+    They step by averages, so after the reducer's step; then the gradients that they
+    used become None.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -60,7 +60,7 @@ class OptimizersInBackward:
     def of(
         cls, parameters: Iterable[torch.nn.Parameter]
     ) -> OptimizersInBackward | None:
-        """Take over from torch's hooks, which step by gradients of one rank."""
+        """Replace torch's hooks, which step by gradients of one rank."""
         owners = [p for p in parameters if getattr(p, "_in_backward_optimizers", None)]
         if not owners:
             return None
@@ -78,5 +78,5 @@ class OptimizersInBackward:
             parameter.grad = None
 
 
-# Called in backwards, which may be part of what torch.compile is given.
+# These run in backwards, which torch.compile may trace.
 torch_core.skip_frames(StepCallbacks.__call__, wait_for, OptimizersInBackward.__call__)

@@ -1,8 +1,8 @@
 """Times and orders of sampled steps, for ``_get_ddp_logging_data()``.
 
-The first ten steps are sampled, then every hundredth, as torch samples them.  In a
-sampled step each parameter's accumulation node has a hook that notes when its gradient
-came; in the others nothing is measured.
+The first ten steps are sampled, then every hundredth, as in torch.  In a sampled step
+each parameter's accumulation node has a hook that notes when its gradient arrives; in
+other steps nothing is measured.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ DEFAULT_RATE = 100
 
 @dataclass
 class Sample:
-    """One step that is measured: times in nanoseconds since the epoch; 0: not yet."""
+    """One measured step; times in nanoseconds since the epoch, 0 while unknown."""
 
     number: int  # of the forward, from 1
     forward_start: int
     forward_end: int = 0
     end: int = 0  # all averages were in place
-    # which parameter's gradient came when
+    # (parameter, time) of each gradient
     arrivals: list[tuple[int, int]] = field(default_factory=list)
 
     def arrives(self, index: int, *_: Any) -> None:
-        """Note that a parameter's gradient has come; a hook on its node."""
+        """Note the arrival of a parameter's gradient; a hook on its node."""
         self.arrivals.append((index, time.time_ns()))
 
     @property
     def order(self) -> list[int]:
-        """The parameters in the order in which their gradients came."""
+        """The parameters in the order in which their gradients arrived."""
         return list(dict.fromkeys(i for i, _ in self.arrivals))
 
     def times(self, buckets: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return torch's entries; communication begins as soon as a bucket is full."""
-        came = dict(self.arrivals)  # the last time, of each
+        """Return torch's entries; communication begins with the first full bucket."""
+        came = dict(self.arrivals)  # the last time of each
         last = max(came.values())
         full = [
             max((came[i] for i in each if i in came), default=last) for each in buckets
@@ -74,19 +74,19 @@ _AVERAGED = (
 
 
 class StepLog:
-    """What a wrapper remembers of its synchronised steps."""
+    """The history of a wrapper's synchronised steps."""
 
     def __init__(self) -> None:
         self.iteration = 0  # synchronised forwards so far
         self.rate = DEFAULT_RATE
-        self.is_static = True  # each step had as many gradients of each parameter
+        self.is_static = True  # each step had equally many gradients of each parameter
         self.has_rebuilt = False
-        self.entries: dict[str, Any] = {}  # of the logging data what running gives
+        self.entries: dict[str, Any] = {}  # logging data that steps produce
         self.first_buckets: list[list[int]] = []
-        self.last: Sample | None = None  # the sample that was recorded last
+        self.last: Sample | None = None  # the last sample recorded
         self._sample: Sample | None = None
         self._buckets: list[list[int]] = []
-        self._hooked: list[tuple[Any, Any]] = []  # nodes, and the handles on them
+        self._hooked: list[tuple[Any, Any]] = []  # nodes and their hooks' handles
         self._first_counts: bytes | None = None
         self._n_recorded = 0
 
@@ -96,7 +96,7 @@ class StepLog:
         return self._sample is not None
 
     def compare(self, reducer: _native.Reducer | None) -> None:
-        """Note what the last step's gradients were; torch's test of a static graph."""
+        """Record the last step's gradient counts: torch's test of a static graph."""
         if reducer is not None and not reducer.is_active:
             self._compare(reducer.ready_counts)
 
@@ -140,13 +140,13 @@ class StepLog:
             self._measure(parameters, reducer, callbacks)
 
     def drop_failed(self) -> None:
-        """Let go of the nodes of a step whose backward has begun and has no end."""
+        """Release the nodes of a step whose backward began and never ended."""
         sample = self._sample
         if sample is not None and sample.arrivals and sample.end == 0:
             self._remove_hooks()
 
     def forward_ends(self) -> None:
-        """Note the time, in a step that is measured."""
+        """Note the time, in a measured step."""
         if self._sample is not None:
             self._sample.forward_end = time.time_ns()
 
@@ -185,7 +185,7 @@ class StepLog:
         reducer: _native.Reducer | None,
     ) -> None:
         self._remove_hooks()
-        is_complete = reducer is None or sample.end > 0  # else not synchronised
+        is_complete = reducer is None or sample.end > 0  # otherwise not synchronised
         if not sample.arrivals or sample.forward_end == 0 or not is_complete:
             return
         came = {i for i, _ in sample.arrivals}
@@ -222,9 +222,9 @@ class StepLog:
 
 
 def join_numbers(numbers: Iterable[int]) -> str:
-    """Return numbers as torch writes them."""
+    """Return numbers in torch's format."""
     return ", ".join(map(str, numbers))
 
 
-# Called in backwards, which may be part of what torch.compile is given.
+# These run in backwards, which torch.compile may trace.
 torch_core.skip_frames(Sample.arrives, StepLog._ends, StepLog._remove_hooks)

@@ -1,9 +1,9 @@
-"""What torch refuses and Paceline serves: refused too, under ``strict``.
+"""Refuses, under ``strict``, what torch refuses and Paceline serves.
 
 For programs that must also run with torch's own class: ``PACELINE_STRICT=1``, or
-``DistributedDataParallel(..., strict=True)``.  The words begin as torch's do.  A second
-gradient of one parameter in a backward is refused by the native reducer itself, and so
-is, with ``find_unused_parameters``, that of a parameter that no output shows.
+``DistributedDataParallel(..., strict=True)``.  The messages begin with torch's words.
+The native reducer itself refuses a second gradient of a parameter in one backward, and
+with ``find_unused_parameters`` a gradient of a parameter that no output depends on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LATE_STATIC = (
 
 
 class GraphCheck:
-    """Compares what a wrapper's steps used with what torch's class takes.
+    """Compares the parameters that steps used with those that torch's class accepts.
 
     Called after each step of the reducer, which owns it.
     """
@@ -71,15 +71,15 @@ class GraphCheck:
     @property
     def _reducer(self) -> _native.Reducer:
         reducer = self._reference()
-        assert reducer is not None, "called by its reducer, or by who holds that"
+        assert reducer is not None, "called by its reducer or the reducer's owner"
         return reducer
 
 
 class DynamicGraph(GraphCheck):
-    """What came since the last forward, where the graph may change from step to step.
+    """Gradients since the last forward, if the graph may change from step to step.
 
-    Each step since then counts: outputs may have a backward each.  With `searches`
-    (``find_unused_parameters``) outputs are searched for what they use.
+    Each step since then counts, since outputs may have separate backwards.  With
+    `searches` (``find_unused_parameters``) outputs are searched for used parameters.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class DynamicGraph(GraphCheck):
         self._counts = bytes(a | b for a, b in pairs)
 
     def forward_ends(self, output: Any) -> None:
-        """Search what a forward has returned, if that is asked for."""
+        """Search a forward's output for used parameters, with `searches`."""
         if not self._searches:
             return
         found = torch_graph.output_tensors(output)
         shown = torch_graph.mask_of_shown(found, self._parameters)
-        # torch passes what is in containers through a node that reaches all of it,
-        # whichever of the outputs have a gradient.
+        # torch passes tensors in containers through one node, which then reaches all of
+        # them, whichever outputs have a gradient.
         passed = _mask_of_passed(output, self._parameters)
         self._reducer.unused = bytes(not is_shown for is_shown in shown)
         pairs = zip(shown, passed, strict=True)
@@ -113,7 +113,7 @@ class DynamicGraph(GraphCheck):
         )
 
     def refusal(self, names: Sequence[str], rank: int) -> str | None:
-        """Return what torch says of parameters that were left out, if some were."""
+        """Return torch's message if parameters were left out, else None."""
         if not any(self._counts):
             return None
         pairs = zip(self._counts, self._wanted, strict=True)
@@ -126,7 +126,7 @@ class DynamicGraph(GraphCheck):
 
 
 class StaticGraph(GraphCheck):
-    """Holds every step's graph to that of the first: ``static_graph``."""
+    """Compares every step's graph with that of the first: ``static_graph``."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class StaticGraph(GraphCheck):
         self._log = log
         self._passed = bytes(len(parameters))
         self._first: bytes | None = None
-        self._last: bytes | None = None  # None: the first step alone was taken
-        self._has_changed = False  # the last step used what the first had not
+        self._last: bytes | None = None  # None: only the first step was taken
+        self._has_changed = False  # the last step used more than the first
 
     def __call__(self) -> None:
         counts = self._reducer.ready_counts
@@ -163,14 +163,14 @@ class StaticGraph(GraphCheck):
             raise RuntimeError(message)
 
     def forward_ends(self, output: Any) -> None:
-        """Note what the first step's outputs use: torch passes all that through it."""
+        """Note parameters of the first step's outputs: torch passes all through."""
         if self._first is None:
             passed = _mask_of_passed(output, self._parameters)
             pairs = zip(self._passed, passed, strict=True)
             self._passed = bytes(a | b for a, b in pairs)
 
     def refusal(self, names: Sequence[str], rank: int) -> str | None:
-        """Return what torch says of a last step that was not as the first, if so."""
+        """Return torch's message if the last step differs from the first, else None."""
         if self._first is None or self._last is None or not any(self._last):
             return None
         pairs = zip(self._last, self._first, strict=True)
@@ -202,7 +202,7 @@ def _message(
     return f"{UNFINISHED}{cause}{text}\n{advice}: paceline averages what there is."
 
 
-# Called in backwards, which may be part of what torch.compile is given.
+# These run in backwards, which torch.compile may trace.
 torch_core.skip_frames(
     DynamicGraph.__call__,
     StaticGraph.__call__,

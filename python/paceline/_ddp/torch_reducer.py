@@ -1,7 +1,7 @@
-"""``model.reducer`` and ``model.logger``: what other libraries call on torch's own.
+"""``model.reducer`` and ``model.logger``: objects that other libraries call.
 
-Lightning, accelerate, mmcv, pipelining and torch itself reach through a wrapper into
-its reducer.  These two objects take the same calls, and know what each means for ours.
+Lightning, accelerate, mmcv, pipelining and torch itself reach through a wrapper to its
+reducer.  These two objects take the same calls as torch's, and apply them to ours.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _GLOO_THREADS = 2  # torch's ProcessGroupGloo
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing: what is asked for needs no doing here."""
+    """Do nothing: this class needs no such call."""
 
 
 class _Facade:
-    """Knows its wrapper without keeping it."""
+    """Refers to its wrapper weakly."""
 
     def __init__(self, wrapper: Any) -> None:
         self._reference = weakref.ref(wrapper)
@@ -74,12 +74,12 @@ class _Facade:
 
 
 class ReducerFacade(_Facade):
-    """What ``torch.distributed.Reducer`` is asked by name, for one wrapper."""
+    """Methods of ``torch.distributed.Reducer`` that others call, for one wrapper."""
 
-    prepare_for_forward = _do_nothing  # the wrapper's own forward does it
+    prepare_for_forward = _do_nothing  # the wrapper's own forward does this
     set_logger = _do_nothing  # the wrapper has one
-    _delay_all_reduce = _do_nothing  # no backward ends before its averages are there
-    _push_all_rebuilt_params = _do_nothing  # a rank in a shadow step knows the order
+    _delay_all_reduce = _do_nothing  # averages are in place before each backward ends
+    _push_all_rebuilt_params = _do_nothing  # shadow steps get the order by themselves
     _reset_state = _do_nothing  # the next forward leaves a failed step behind
     _set_forward_pass_work_handle = _do_nothing  # join.py notifies joined ranks
     _set_optimizer_in_backward = _do_nothing  # the wrapper steps such optimizers
@@ -87,7 +87,7 @@ class ReducerFacade(_Facade):
     # ---- before and after a forward -----------------------------------------------
 
     def prepare_for_backward(self, outputs: Any = ()) -> None:
-        """Have the next backward, of `outputs`, synchronised: its forward was not."""
+        """Synchronise the next backward, of `outputs`, although its forward was not."""
         session, reducer = self._session, self._session.reducer
         if reducer is None or reducer.is_active:
             return
@@ -96,9 +96,9 @@ class ReducerFacade(_Facade):
         ForwardPass(session, reducer).watch(outputs)
 
     def _rebuild_buckets(self) -> bool:
-        """Tell, once, that the buckets are in the order in which gradients came.
+        """Tell, once, that the buckets are in the order in which gradients arrived.
 
-        Nothing is to be done: the first backward has seen to it.
+        There is nothing to do: the first backward has sorted them.
         """
         reducer, log = self._session.reducer, self._session.log
         if log.has_rebuilt or reducer is None or reducer.step == 0:
@@ -115,9 +115,9 @@ class ReducerFacade(_Facade):
             session.callbacks.once(session.reducer, lambda: wait_for(pending))
 
     def _check_reducer_finalized(self) -> None:
-        """Raise where the last backward has not ended, or left parameters out.
+        """Raise if the last backward has not ended, or left parameters out.
 
-        The latter under ``strict`` alone.
+        The latter only under ``strict``.
         """
         reducer = self._session.reducer
         if reducer is not None and reducer.is_active:
@@ -132,9 +132,9 @@ class ReducerFacade(_Facade):
     def _get_local_used_map(self) -> torch.Tensor:
         """Return on how many ranks each parameter was used in the last step.
 
-        int32, a number for each parameter that requires a gradient.  With
-        ``find_unused_parameters`` all ranks must ask together; without it, as in torch,
-        a rank knows of itself alone.
+        int32, one number for each parameter that requires a gradient.  With
+        ``find_unused_parameters`` all ranks must call together; otherwise, as in torch,
+        a rank counts only itself.
         """
         reducer = self._session.reducer
         counts = reducer.ready_counts if reducer is not None else b""
@@ -144,15 +144,15 @@ class ReducerFacade(_Facade):
         return self._session.sum_over_ranks(used)
 
     def _ddp_graph_static(self) -> bool:
-        """Tell whether every step had as many gradients of each parameter."""
+        """Tell whether every step had equally many gradients of each parameter."""
         session = self._session
         session.log.compare(session.reducer)
         return session.log.is_static
 
     def get_backward_stats(self) -> list[int]:
-        """Return when each gradient came in the last sampled step.
+        """Return when each gradient arrived in the last sampled step.
 
-        Nanoseconds after the forward's end; 0 where none came.
+        Nanoseconds after the forward's end; 0 if none arrived.
         """
         times = [0] * len(self._session.model.trainable)
         sample = self._session.log.last
@@ -172,11 +172,11 @@ class ReducerFacade(_Facade):
         self._wrapper.static_graph = True
 
     def _set_sparse_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Take a hint that is not needed: sparse gradients have their rows."""
+        """Ignore a hint: sparse gradients contain their rows."""
         dict(metadata)
 
     def _remove_autograd_hooks(self) -> None:
-        """Take the hooks off the parameters: gradients are no longer averaged."""
+        """Remove the hooks from the parameters: gradients are no longer averaged."""
         if self._session.reducer is not None:
             self._session.reducer.detach()
 
@@ -197,7 +197,7 @@ class ReducerFacade(_Facade):
 
 
 class LoggerFacade(_Facade):
-    """What ``torch.distributed.Logger`` is asked by name, for one wrapper."""
+    """Methods of ``torch.distributed.Logger`` that others call, for one wrapper."""
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """Return the data as torch does: ``strs_map`` and ``ints_map``."""
@@ -208,16 +208,16 @@ class LoggerFacade(_Facade):
         )
 
     def _set_comm_hook_name(self, name: str) -> None:
-        """Note which hook carries the gradients."""
+        """Note the name of the hook that carries the gradients."""
         self._session.hooks.name = name
 
     def _set_uneven_input_join(self) -> None:
         """Note that a join context was entered."""
         self._session.log.record_join()
 
-    _set_static_graph = _do_nothing  # the wrapper's attribute says it
-    set_construction_data_and_log = _do_nothing  # the wrapper knows how it was made
-    set_runtime_stats_and_log = _do_nothing  # forwards record the step before them
+    _set_static_graph = _do_nothing  # the wrapper's attribute holds it
+    set_construction_data_and_log = _do_nothing  # taken from the wrapper
+    set_runtime_stats_and_log = _do_nothing  # forwards record the step before
 
     def set_error_and_log(self, error: str) -> None:
         """Note an error: ``has_error``, ``error`` and ``iteration`` in the data."""
@@ -225,7 +225,7 @@ class LoggerFacade(_Facade):
 
 
 def _logging_data(wrapper: Any) -> dict[str, Any]:
-    """Return all that is known of a wrapper: strings, and whole numbers.
+    """Return all logging data of a wrapper: strings and integers.
 
     Times are in nanoseconds, sizes in bytes; torch documents the keys in
     ``c10/util/Logging.h``.
@@ -242,7 +242,7 @@ def _logging_data(wrapper: Any) -> dict[str, Any]:
     if wrapper.skip_all_reduce_unused_params:
         data["num_buckets_reduced"] = log.n_buckets_used
     if wrapper.find_unused_parameters and not wrapper.static_graph:
-        data.pop("has_rebuilt_buckets", None)  # torch's are rebuilt without it alone
+        data.pop("has_rebuilt_buckets", None)  # torch rebuilds none then
     return data
 
 

@@ -1,7 +1,7 @@
-"""What torch's wrapper answers besides its constructor and ``join``.
+"""The attributes of torch's wrapper besides its constructor and ``join``.
 
-Methods of torch's class that only ask ``self.reducer`` or ``self.logger`` are inherited
-as they are, and ask what :mod:`paceline._ddp.torch_reducer` answers.
+Methods of torch's class that only call ``self.reducer`` or ``self.logger`` are
+inherited unchanged, and reach the objects of :mod:`paceline._ddp.torch_reducer`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from paceline._ddp.session import Session
 
 
 class TorchSurface(TorchDDP):
-    """A wrapper's methods, and what programs reach for by torch's private names."""
+    """A wrapper's methods, and torch's private names that programs use."""
 
     module: Any
     _session: Session
-    _moves_inputs = False  # to the GPU: whether device_ids were given
-    _ddp_sink_clone = True  # outputs are the module's own, and never cloned
+    _moves_inputs = False  # to the GPU, if device_ids were given
+    _ddp_sink_clone = True  # outputs are the module's own, never cloned
     _use_python_reducer = False
     _has_rebuilt_buckets = False
     _delay_grad_buffer = None  # delayed gradients are averaged with all others
@@ -50,19 +50,19 @@ class TorchSurface(TorchDDP):
         Parameters
         ----------
         *inputs, **kwargs
-            For the module's own ``forward``.
+            Arguments of the module's ``forward``.
 
         Returns
         -------
         object
-            What the module returns, itself.
+            The module's own return value.
 
         Raises
         ------
         paceline.PeerError
-            If a rank died or failed and the step cannot be taken.
+            If a rank died or failed, so that the step cannot be taken.
         RuntimeError
-            Under ``strict``: if the last step left parameters out, in torch's words.
+            Under ``strict``, in torch's words: if the last step left parameters out.
         """
         if torch_core.is_profiling():
             with torch.autograd.profiler.record_function(
@@ -83,7 +83,7 @@ class TorchSurface(TorchDDP):
         try:
             if self.device_ids:
                 inputs, kwargs = self._move_to_device(inputs, kwargs)
-            # self.module, without torch's search for it
+            # self.module, without torch's lookup
             output = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
         except BaseException:
             if forward_pass is not None:
@@ -93,7 +93,7 @@ class TorchSurface(TorchDDP):
         return output
 
     def _has_own_parts(self) -> bool:
-        """Tell whether a subclass, or this object, has parts of its own."""
+        """Tell whether a subclass or this object overrides a part of the forward."""
         kind, own = type(self), self.__dict__
         return (
             kind._run_ddp_forward is not _RUN
@@ -123,7 +123,7 @@ class TorchSurface(TorchDDP):
             del opened[n_opened:]
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module as the one that torch.compile splits at its buckets."""
+        """Run the module; torch.compile splits this one at its buckets."""
         before = torch_core.exchange_active_ddp(self)
         precision = self._session.options.precision
         try:
@@ -137,10 +137,10 @@ class TorchSurface(TorchDDP):
     def _pre_forward(
         self, *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Do what comes before the module's forward; return the arguments for that.
+        """Do the work before the module's forward; return its arguments.
 
-        Whoever runs the module himself (``replicate()``, say) calls this before, and
-        :meth:`_post_forward` after it, in the same thread.
+        Callers that run the module themselves, such as ``replicate()``, call this
+        before it, and :meth:`_post_forward` after it, in the same thread.
         """
         session = self._session
         session.open_forwards.items.append(forward.begin_uncompiled(self, session))
@@ -149,7 +149,7 @@ class TorchSurface(TorchDDP):
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
-        """Do what comes after the module's forward; return its output, itself."""
+        """Do the work after the module's forward; return its output unchanged."""
         session = self._session
         forward_pass = session.open_forwards.items.pop()
         forward.end_uncompiled(self, session, output, forward_pass)
@@ -171,7 +171,7 @@ class TorchSurface(TorchDDP):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a forward asks for its backward to be averaged over the ranks."""
+        """Whether a forward requests that its backward be averaged over the ranks."""
         return self._session.sync
 
     @require_backward_grad_sync.setter
@@ -183,14 +183,14 @@ class TorchSurface(TorchDDP):
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """Accumulate gradients on this rank, without averaging.
 
-        A backward is not averaged when its forward ran inside the context (torch's
-        contract), or when it runs inside itself.  The first averaged backward after it
-        averages all that has accumulated.
+        A backward is not averaged if its forward ran inside the context (torch's
+        contract), or if the backward itself runs inside.  The first averaged backward
+        after it averages all that has accumulated.
 
         Parameters
         ----------
         enabled : bool, default True
-            Without it, the context does nothing.  torch's method has no arguments.
+            If False, the context does nothing.  torch's method has no arguments.
 
         Examples
         --------
@@ -220,49 +220,48 @@ class TorchSurface(TorchDDP):
     # ---- hooks ----------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: comm_hooks.Hook) -> None:
-        """Have ``hook`` average the gradients, bucket by bucket, in place of us.
+        """Let ``hook`` average the gradients, bucket by bucket.
 
         Parameters
         ----------
         state : object
-            Given to the hook each time; None, say, or a process group.
+            Passed to the hook in each call, such as None or a process group.
         hook : callable
-            ``hook(state, bucket)`` begins the averaging of one
+            ``hook(state, bucket)`` starts to average one
             ``torch.distributed.GradBucket`` and returns a
-            ``torch.futures.Future[torch.Tensor]`` of what ``bucket.buffer()`` becomes:
-            a tensor of as many elements.  Gradients come as they are: it is the hook
-            that divides by the number of ranks.
+            ``torch.futures.Future[torch.Tensor]`` of the averaged ``bucket.buffer()``,
+            with as many elements.  The hook itself divides by the number of ranks.
 
         Raises
         ------
         TypeError
             If the hook is not callable.
         ValueError
-            If an annotation of its is not what torch asks for.
+            If an annotation of the hook differs from torch's.
         RuntimeError
-            If the wrapper has a hook.  Out of ``backward()``: if the hook returns no
-            future of a fitting tensor.  What the hook, or its future, raises comes out
-            of ``backward()`` too; the other ranks get ``PeerError``.
+            If the wrapper has a hook.  From ``backward()``: if the hook returns no
+            future of a fitting tensor.  Exceptions of the hook, or of its future, come
+            from ``backward()`` too; the other ranks get ``PeerError``.
 
         Notes
         -----
         The contract is that of `torch's method
         <https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html>`_.  Where it differs:
 
-        - Buckets are up to 25 MiB, and the last up to 1 MiB, where no ``bucket_cap_mb``
-          was given; in the first backward they are cut in the reverse order of the
-          parameters, from the second on in the order in which gradients came.
-        - The buffer is a tensor of its own: a hook may keep it.
+        - Without ``bucket_cap_mb`` buckets hold up to 25 MiB, and the last up to 1 MiB.
+          The first backward cuts them in the reverse order of the parameters, later
+          ones in the order in which gradients arrived.
+        - The buffer is a separate tensor: a hook may keep it.
         - bfloat16 hooks work on the CPU (``strict`` refuses them, as torch does).
         - A copy of the wrapper, and a model that was changed, keep the hook.
-        - A parameter whose gradient comes a second time after its bucket has gone
-          raises on every rank.
-        - After a step that failed while the hook's work was under way, further steps
+        - If a parameter gets a second gradient after its bucket was sent, every rank
+          raises.
+        - After a step that failed while the hook's work was in flight, later steps
           raise: a collective that only some ranks began would pair with the next one.
 
         Examples
         --------
-        Each bucket travels as float16 (in this world of one rank, to nobody):
+        Each bucket travels as float16 (here there is one rank, so none is sent):
 
         >>> import torch, torch.distributed as dist
         >>> from paceline import DistributedDataParallel
@@ -292,9 +291,9 @@ class TorchSurface(TorchDDP):
         hooks.name = getattr(hook, "__qualname__", type(hook).__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Have a hook that torch has written in C++ average the gradients.
+        """Let a hook that torch has written in C++ average the gradients.
 
-        It is ``ALLREDUCE``, which is what happens anyway, or ``FP16_COMPRESS``.
+        It is ``ALLREDUCE``, the default, or ``FP16_COMPRESS``.
         """
         kinds = dist.BuiltinCommHookType  # type: ignore[attr-defined]
         if not isinstance(comm_hook_type, kinds):
@@ -313,12 +312,12 @@ class TorchSurface(TorchDDP):
     def _register_buffer_comm_hook(
         self, state: Any, hook: Any, *location: Any, **named: Any
     ) -> None:
-        """Have ``hook(state, {name: buffer})`` bring buffers to all ranks.
+        """Let ``hook(state, {name: buffer})`` bring buffers to all ranks.
 
-        It may return a list of futures, which the next backward's end awaits.  As in
-        torch, it is called after the forward, or where ``comm_hook_location`` says, and
-        a hook on one rank must be on all.  It is called in forwards that record
-        gradients; torch also calls it in the first evaluation after one.
+        It may return a list of futures, for which the next backward's end waits.  As in
+        torch, it runs after the forward, or where ``comm_hook_location`` says, and a
+        hook on one rank must be on all.  It runs in forwards that record gradients;
+        torch also runs it in the first evaluation after one.
         """
         super()._register_buffer_comm_hook(state, hook, *location, **named)
         self._session.wrap_anew()
@@ -355,10 +354,10 @@ class TorchSurface(TorchDDP):
         )
 
     def _set_static_graph(self) -> None:
-        """Declare that every step uses the same parameters, as often.
+        """Declare that every step uses the same parameters equally often.
 
-        Nothing is gained: the graph may change.  Under ``strict`` it is held to this,
-        and the call must come before training.
+        This gains nothing here, since the graph may change.  Under ``strict`` a change
+        raises, and the call must come before training.
         """
         if self.static_graph:
             warnings.warn(
@@ -387,12 +386,12 @@ class TorchSurface(TorchDDP):
 
     @property
     def reducer(self) -> torch_reducer.ReducerFacade:  # type: ignore[override]
-        """What answers for ``torch.distributed.Reducer``."""
+        """The stand-in for ``torch.distributed.Reducer``."""
         return torch_reducer.ReducerFacade(self)
 
     @property
     def logger(self) -> torch_reducer.LoggerFacade:  # type: ignore[override]
-        """What answers for ``torch.distributed.Logger``."""
+        """The stand-in for ``torch.distributed.Logger``."""
         return torch_reducer.LoggerFacade(self)
 
     @property
@@ -402,10 +401,10 @@ class TorchSurface(TorchDDP):
     def _read_arguments(
         self, device_ids: Any, output_device: Any, named: Any, hooked: Any, model: Model
     ) -> None:
-        """Check those of the constructor's arguments that say something of the model.
+        """Check the constructor's arguments that depend on the model.
 
-        `named` and `hooked` are torch's, for gradients that are averaged together,
-        later: here with all others.
+        `named` and `hooked` are torch's, for gradients that torch averages later,
+        together: here they are averaged with all others.
         """
         self.device_ids, self.output_device = placement.read_devices(
             device_ids, output_device, [p.device for _, p in model.parameters]
@@ -416,7 +415,7 @@ class TorchSurface(TorchDDP):
         unknown = [name for name, p in named or () if id(p) not in known]
         if unknown:
             raise ValueError(
-                f"delay_all_reduce_named_params has {unknown}, which are no trainable "
+                f"delay_all_reduce_named_params has {unknown}, which are not trainable "
                 "parameters of the module: give pairs of its named_parameters()"
             )
         if hooked is not None and not isinstance(hooked, torch.Tensor):
@@ -425,14 +424,14 @@ class TorchSurface(TorchDDP):
             )
 
     def _follow_module(self, device: torch.device) -> None:
-        """Have inputs moved to where the module is now, if they were to be moved."""
+        """Move inputs to the module's current device, if inputs are moved at all."""
         index = _gpu.machine.index_of(device) if self._moves_inputs else None
         ids = None if index is None else [index]
         if self.device_ids != ids:
             self.device_ids, self.output_device = ids, index
 
     def _show_model(self, model: Model) -> None:
-        """Show what torch's class keeps of its model; move inputs to where it is."""
+        """Set attributes that torch's class keeps of its model; follow its device."""
         self.device = model.parameters[0][1].device
         self.device_type = self.device.type
         self._follow_module(self.device)
