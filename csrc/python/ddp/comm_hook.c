@@ -27,7 +27,7 @@ static int check_flat(const pl_bucket_plan *bucket, size_t n_elems,
                      n_elems, pl_dtype_text(bucket->dtype));
 }
 
-/* On a GPU it uses the current stream, which may be one of the hook. */
+/* Copies a bucket.  On a GPU it uses the current stream, perhaps one of the hook. */
 static int move_bucket(reducer_object *self, const pl_bucket_plan *bucket, char *flat,
                        slot_direction way)
 {

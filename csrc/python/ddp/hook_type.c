@@ -26,7 +26,7 @@ typedef struct hook_object {
     size_t index;
 } hook_object;
 
-/* Errors of torch that `strict` asks for. */
+/* Raises the errors of torch that `strict` asks for. */
 static int check_is_first(const reducer_object *self, size_t i)
 {
     if (!self->options.is_strict)
