@@ -1,19 +1,19 @@
 """Data-parallel training of PyTorch models, by a C core under torch's interface.
 
-world = paceline.init()                          join the ranks of any launcher
-model = paceline.DistributedDataParallel(model)  one process a rank, CPUs or GPUs
-model = paceline.DataParallel(model)             replicas in one process: a notebook
-paceline.launch(train, 2)                        run a function as ranks, from a cell
-paceline.save({"model": model}, path)            by rank 0, whole or not at all
-paceline.load(path, model=model)                 after a restart, wrapped or bare
-paceline.install()                               give torch's names these classes
-paceline.check(model, batch)                     compare with the plain model
-paceline.PeerError                               which rank has failed, and why
-$ paceline doctor, bench, top, trace             the machine, and running jobs
+world = paceline.init()                          join the ranks that a launcher started
+model = paceline.DistributedDataParallel(model)  one process per rank, CPUs or GPUs
+model = paceline.DataParallel(model)             replicas in one process
+paceline.launch(train, 2)                        run a function on 2 ranks, in a cell
+paceline.save({"model": model}, path)            rank 0 writes a whole file or none
+paceline.load(path, model=model)                 into a wrapped or a bare model
+paceline.install()                               rebind torch's names to these classes
+paceline.check(model, batch)                     compare with the bare model
+paceline.PeerError                               which rank failed, and why
+$ paceline doctor, bench, top, trace             inspect the machine and running jobs
 """
 
-# Neither torch nor the extension is imported before a name is used: `paceline doctor`
-# can then say what is wrong with them.
+# torch and the extension are imported when a name is first used.  So `paceline doctor`
+# can report what is wrong with them.
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one
+if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         home = _HOMES.get(name)
@@ -95,7 +95,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one
             words = f"module 'paceline' has no attribute {name!r}"
             for near in difflib.get_close_matches(name, _HOMES, 1, cutoff=0.7):
                 words += f": did you mean {near}?"
-            raise AttributeError(words, name=name)  # and Python adds no words
+            raise AttributeError(words, name=name)  # with a name Python adds no hint
         module = importlib.import_module(home)
         value = getattr(module, name, module)
         globals()[name] = value

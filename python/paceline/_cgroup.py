@@ -1,8 +1,8 @@
-"""The limit of CPU time of this process's control groups, of version 1 and 2.
+"""The CPU time limit that control groups, version 1 or 2, set for this process.
 
-A group's limit holds for all groups below it, so each folder from this process's own
-group up to the mount is read, and the tightest limit counts.  In a container the path
-that the kernel names may lie outside of what is mounted: then the mount is the group.
+A group's limit also holds for all groups below it.  So each folder from this process's
+own group up to the mount is read, and the tightest limit counts.  In a container, the
+path that the kernel reports may lie outside of the mount; then the mount is the group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOUNT = "sys/fs/cgroup"
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return how many cores' worth of time may be used; None: no limit."""
+    """Return the limit of CPU time in cores, such as 1.5; None if there is no limit."""
     quotas = []
     for folder in _folders("cpu", root):
         words = _read(folder / "cpu.max").split()
@@ -29,7 +29,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's groups that a controller may limit."""
+    """Yield the folders that may hold a controller's limits for this process."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -54,5 +54,5 @@ def _read(path: Path) -> str:
 
 
 def _number(text: str) -> int | None:
-    """Return a whole number that is no less than 0; None of "max", -1 and the like."""
+    """Parse a whole number from 0; return None for "max", "-1" and other text."""
     return int(text) if text.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Checkpoints: written once, whole or not at all, read with either kind of keys."""
+"""Checkpoints: rank 0 writes a whole file or none; keys load with any prefix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Wrapped = TypeVar("Wrapped", bound=torch.nn.Module, default=Any)
 
 
 def has_prefix(state: Any) -> bool:
-    """Tell whether these look like a wrapper's: all keys begin with ``module.``."""
+    """Tell whether all keys begin with ``module.``, as those of a wrapper do."""
     return (
         isinstance(state, dict)
         and bool(state)
@@ -43,13 +43,13 @@ def unwrap(module: Any) -> Any:
 
 
 def strip_prefix(state: dict[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state dict without a wrapper's prefix, metadata included."""
+    """Return a state dict without a wrapper's prefix, in its metadata too."""
     stripped = OrderedDict(
         (key.removeprefix(PREFIX), value) for key, value in state.items()
     )
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        # "" is the wrapper's own entry; that of the module inside takes its place.
+        # "" is the wrapper's entry; the entry of the wrapped module replaces it.
         stripped._metadata = OrderedDict(  # type: ignore[attr-defined]
             ("" if key == "module" else key.removeprefix(PREFIX), value)
             for key, value in metadata.items()
@@ -59,33 +59,33 @@ def strip_prefix(state: dict[str, Any]) -> OrderedDict[str, Any]:
 
 
 def is_of_bare(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
-    """Tell whether keys are those of the module itself, and not of its wrapper."""
+    """Tell whether keys fit the module itself better than its wrapper."""
     own = set(module.state_dict())
     n_bare = len(own.intersection(state))
     return n_bare > sum(PREFIX + key in state for key in own)
 
 
 class LoadsEither(torch.nn.Module, Generic[Wrapped]):
-    """A wrapper of a module that loads either kind of keys."""
+    """A module's wrapper that loads keys with and without ``module.``."""
 
     module: Wrapped
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Load a state dict whose keys have the prefix ``module.``, or have it not.
+        """Load a state dict whose keys may have the prefix ``module.``.
 
         Parameters
         ----------
         state_dict : mapping of str to tensor
-            Of this wrapper, or of the bare module.
+            The state of this wrapper or of the bare module.
         *args, **kwargs
             As for ``torch.nn.Module.load_state_dict``.
 
         Returns
         -------
         NamedTuple
-            Missing and unexpected keys.
+            The missing and the unexpected keys.
         """
         if is_of_bare(self.module, state_dict):
             return self.module.load_state_dict(state_dict, *args, **kwargs)
@@ -93,16 +93,16 @@ class LoadsEither(torch.nn.Module, Generic[Wrapped]):
 
 
 def _keys_for(bare: torch.nn.Module, state: Any) -> Any:
-    """Return a state dict with the keys that fit a bare model best."""
+    """Return a state dict with the keys that a bare model loads."""
     is_wrapped = has_prefix(state) and not is_of_bare(bare, state)
     return strip_prefix(state) if is_wrapped else state
 
 
 def _plain(obj: Any, is_stripped: bool) -> Any:
-    """Return the state dict of an object, or a container with those of its objects."""
+    """Return an object's state dict; in a container, do so for each entry."""
     kind = type(obj)
     if callable(getattr(obj, "state_dict", None)) and not isinstance(obj, type):
-        # A bare model may have a part called `module`: those names are its own.
+        # A bare model may have a child called `module`: keep its keys.
         is_stripped = is_stripped and unwrap(obj) is not obj
         obj = obj.state_dict()
         return strip_prefix(obj) if is_stripped else obj
@@ -128,7 +128,7 @@ def _put_back(name: str, target: Any, state: Any) -> None:
     else:
         raise TypeError(
             f"{name}={type(target).__name__} does not fit the file: give an object "
-            "with load_state_dict(); load() returns what has none"
+            "with load_state_dict(), or omit it: load() then returns the entry"
         )
 
 
@@ -142,7 +142,7 @@ def _rank_and_ranks(process_group: dist.ProcessGroup | None = None) -> tuple[int
 
 
 def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the random states of all ranks, in plain containers, on rank 0."""
+    """Return the random states of all ranks in plain containers; used on rank 0."""
     rank, n_ranks = _rank_and_ranks(process_group)
     of_numpy: Any = np.random.get_state(legacy=False)
     for name, value in of_numpy["state"].items():
@@ -151,7 +151,7 @@ def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     mine["python"] = random.getstate()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         mine["cuda"] = torch.cuda.get_rng_state_all()
-        if n_ranks > 1:  # a rank's GPU may have another number at the restart
+        if n_ranks > 1:  # a rank's GPU may have a different number after a restart
             mine["cuda"] = [torch.cuda.get_rng_state()]
     if n_ranks <= 1:
         return [mine]
@@ -166,7 +166,7 @@ def _set_random_states(path: Any, of_ranks: list[Any]) -> None:
     if n_ranks != len(of_ranks):
         warnings.warn(
             f"{path} has the random states of {len(of_ranks)} rank(s), and {n_ranks} "
-            "load it: random numbers differ from those of an uninterrupted training",
+            "load it: random numbers will differ from those of an uninterrupted run",
             stacklevel=3,
         )
     if rank >= len(of_ranks):
@@ -193,39 +193,39 @@ def save(
     rng: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a training, or a part of it, from rank 0 alone, whole or not at all.
+    """Save models, optimizers and other state from rank 0.
 
-    The file appears under its name only once it is complete and on the disk: a reader
-    never sees half of it, and a crash leaves the old file (and perhaps a hidden
-    ``.part`` beside it, which the next save to that place removes).  The other ranks
-    write nothing and return at once; put a ``torch.distributed.barrier()`` behind where
-    they read the file next.
+    The file gets its name only when it is complete and on the disk.  A reader never
+    sees half of it.  A crash leaves the old file, and may leave a hidden ``.part`` file
+    beside it, which the next save to the same path removes.  The other ranks write
+    nothing and return at once: call ``torch.distributed.barrier()`` before they read
+    the file.
 
     Parameters
     ----------
     obj : object
-        An object with a ``state_dict()`` is saved as that: a model, an optimizer, a
-        scheduler.  In a dict, list or tuple this holds for each entry.  Anything else
-        is saved as it is, with a warning if :func:`load` refuses it by default.
+        If it has a ``state_dict()``, like a model, an optimizer or a scheduler, that is
+        saved.  A dict, list or tuple is saved in this way entry by entry.  Anything
+        else is saved as it is, with a warning if :func:`load` refuses it by default.
     path : path-like
-        Where to; its folder must exist, and this process may write there.  Of a link
-        the target is written, and a file that is replaced keeps its mode.
+        The file to write.  Its folder must exist and be writable.  If it is a link, its
+        target is written.  A file that is replaced keeps its mode.
     prefix : {"keep", "strip"}, default "keep"
-        Whether the keys of a wrapper's parameters keep ``module.`` in front; stripped,
-        the bare model loads them.
+        Whether the keys of a wrapper's parameters keep the prefix ``module.``.  The
+        bare model loads stripped keys.
     rng : bool, default False
         Add the random states of torch, NumPy, Python and the GPUs to the dict `obj`,
         under the key ``"rng"``.  Each rank has its own: every rank must call `save`.
     process_group : torch.distributed.ProcessGroup, optional
-        Whose rank 0 writes: the default group's, where there is one.
+        The group whose rank 0 writes; by default torch's default group.
 
     Raises
     ------
     ValueError
-        If ``prefix`` is anything else, or `rng` is set and `obj` is not a dict without
-        the key ``"rng"``.
+        If `prefix` is another word, or if `rng` is set and `obj` is not a dict or has
+        the key ``"rng"`` already.
     OSError
-        If the file cannot be written: no room, no permission, no folder.
+        If the file cannot be written: no space, no permission, no folder.
 
     Examples
     --------
@@ -239,8 +239,8 @@ def save(
 
     Notes
     -----
-    The format is ``torch.save``'s, with a checksum in the comment of the zip archive:
-    ``torch.load`` reads it too.
+    The format is that of ``torch.save``, with a checksum in the comment of the zip
+    archive.  ``torch.load`` reads it too.
     """
     if prefix not in ("keep", "strip"):
         raise ValueError(f"prefix is {prefix!r}: give 'keep' or 'strip'")
@@ -258,12 +258,12 @@ def save(
         summed.finish()
 
     write_whole(Path(path), write)
-    # What load() would refuse is said here, not at the restart.
+    # Warn now, not at the restart, if load() would refuse the file.
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
     if find and os.path.isfile(path) and (refused := find(str(path))):
         warnings.warn(
-            f"{path} holds {', '.join(sorted(refused))}: load() reads it with "
-            "weights_only=False alone; save a state_dict() or plain values instead",
+            f"{path} holds {', '.join(sorted(refused))}: load() reads it only with "
+            "weights_only=False; save a state_dict() or plain values instead",
             stacklevel=2,
         )
 
@@ -277,40 +277,40 @@ def load(
     rng: bool = False,
     **objects: Any,
 ) -> Any:
-    """Read what :func:`save` or ``torch.save`` has written, with either kind of keys.
+    """Read a file of :func:`save` or ``torch.save``, with any prefix of keys.
 
     Parameters
     ----------
     path : path-like
-        The file.
+        The file to read.
     module : torch.nn.Module, optional
-        A wrapper or a bare model, whose parameters are set to those of the file.
+        A wrapper or a bare model to load the state dict in the file into.
     map_location : optional
-        As for ``torch.load``; with `objects` the default is ``"cpu"``, from where each
-        object takes its state to its own device.
+        As for ``torch.load``.  With `objects` the default is ``"cpu"``: each object
+        copies its state to its own device.
     weights_only : bool, default True
         As for ``torch.load``: refuse anything but tensors and plain containers.
     rng : bool, default False
-        Set the random states to those of this rank in the file.  A rank without any
-        keeps its own; another number of ranks is a warning.
+        Restore this rank's random states from the file.  A rank without an entry in the
+        file keeps its own.  If the number of ranks has changed, warn.
     **objects
-        By the key that it was saved under, each object (or list of them) whose
-        ``load_state_dict()`` is to be given its state.
+        Objects with ``load_state_dict()``, or lists of them, each under the key that it
+        was saved under.  Each one loads its entry of the file.
 
     Returns
     -------
     object
-        What the file holds; a state dict comes without the prefix.  With `objects` or
-        `rng`: the dict without what was put back.
+        The content of the file; a state dict comes without the prefix.  With `module`,
+        the state dict that it loaded.  With `objects` or `rng`, the other entries.
 
     Raises
     ------
     RuntimeError
-        If the file is damaged; or if the parameters are not those of the model, with
-        torch's list of them: those that fit, and optimizers, are loaded then.
+        If the file is damaged.  Also if its parameters do not match the model, with
+        torch's list of differences; parameters that match, and optimizers, are loaded.
     ValueError
-        If the file has no entry for one of `objects`, or its optimizer has other
-        parameters; then none is changed.
+        If the file has no entry for one of `objects`, or if an optimizer in the file
+        has different parameters.  No object is changed then.
 
     Examples
     --------
@@ -321,12 +321,12 @@ def load(
     >>> _ = paceline.load(path, model)
     """
     if module is not None and (objects or rng):
-        raise ValueError("name the model as the others: load(path, model=model, ...)")
+        raise ValueError("name the model by its key: load(path, model=model, ...)")
     is_path = isinstance(path, str | os.PathLike)
     if is_path and (damage := damage_of(path)) is not None:
         raise RuntimeError(
             f"{os.fspath(path)} is damaged: {damage}. Load an earlier checkpoint, or "
-            "remove this one and begin anew."
+            "delete this one and start over."
         )
     if objects and map_location is None:
         map_location = "cpu"
@@ -337,7 +337,7 @@ def load(
         for name in wanted:
             if name not in parts:
                 raise ValueError(f"{path} has no {name!r}: it holds {list(parts)}")
-        # An optimizer looks whether all fits before it takes anything.
+        # Optimizers first: they compare all parameters before they change anything.
         is_other = {
             n: not isinstance(objects[n], torch.optim.Optimizer) for n in objects
         }
@@ -354,7 +354,7 @@ def load(
     if nested and bare.state_dict().keys().isdisjoint(state):
         raise RuntimeError(
             f"{path} holds {list(parts)}: name one, as in load(path, model=model), or "
-            f"take load(path)[{nested[0]!r}]"
+            f"use load(path)[{nested[0]!r}]"
         )
     bare.load_state_dict(state)
     return state

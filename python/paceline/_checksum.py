@@ -1,6 +1,6 @@
-"""A checksum at the end of what `torch.save` writes: the comment of a zip archive.
+"""A checksum at the end of files of `torch.save`, in the comment of the zip archive.
 
-It covers every byte before it, so that any flipped bit is found.  torch ignores it.
+The checksum covers all bytes before it and finds any flipped bit.  torch ignores it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import zlib
 from typing import Any, BinaryIO
 
-_END = b"PK\x05\x06"  # the last record begins so; its last field is the comment's size
+_END = b"PK\x05\x06"  # begins the last record, which ends with the comment's size
 _END_BYTES = 22
 _COMMENT = "paceline crc32 {:08x}"
 _COMMENT_BYTES = len(_COMMENT.format(0))
@@ -18,13 +18,13 @@ _CHUNK_BYTES = 1 << 22
 
 
 class ChecksumWriter:
-    """The file that `torch.save` is given; it writes the last record by itself."""
+    """A file for `torch.save`, which writes the last record in a single call."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._crc, self._held = file, 0, b""
 
     def write(self, data: Any) -> int:
-        """Write bytes, but hold back what may be the last record."""
+        """Write bytes, but hold back those that may be the last record."""
         self._emit(self._held)
         self._held = bytes(data) if len(data) == _END_BYTES else b""
         if not self._held:
@@ -32,10 +32,10 @@ class ChecksumWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed at its end."""
+        """Do nothing: the file is flushed when it is closed."""
 
     def finish(self) -> None:
-        """Write the rest, and the checksum if this is an archive without a comment."""
+        """Write held bytes; add the checksum if the archive has no comment yet."""
         if not (self._held.startswith(_END) and self._held.endswith(b"\0\0")):
             self._emit(self._held)
             return
@@ -48,7 +48,7 @@ class ChecksumWriter:
 
 
 def damage_of(path: str | os.PathLike[str]) -> str | None:
-    """Return what is wrong with a file; None if nothing is, or nothing can be said."""
+    """Describe the damage of a file; None if none is found, or it is an old pickle."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(2)
@@ -68,6 +68,6 @@ def damage_of(path: str | os.PathLike[str]) -> str | None:
         n_more = int.from_bytes(end[_END_BYTES - 2 : _END_BYTES], "little")
         is_whole = end.startswith(_END) and len(end) >= _END_BYTES + n_more
         return None if is_whole else f"it ends early, after {size} bytes"
-    if head.startswith(b"\x80"):  # a pickle, as of torch before 1.6
+    if head.startswith(b"\x80"):  # a pickle, as torch before 1.6 wrote it
         return None
-    return f"its {size} bytes do not begin as torch's files do"
+    return f"its {size} bytes do not begin like a file of torch.save"

@@ -1,7 +1,7 @@
-"""cloudpickle, with which code that goes by value keeps the name of its file.
+"""cloudpickle, but code that is pickled by value keeps the name of its file.
 
-cloudpickle from 3.1.3 on writes another name, so that bytes do not depend on a cell's.
-Then a traceback of what was sent shows neither the file nor the line.
+cloudpickle from 3.1.3 on replaces the name, so that the bytes do not depend on it.
+Then a traceback through unpickled code shows neither the file nor the line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles as cloudpickle does, and what code is called beside it."""
+    """Pickles as cloudpickle does, with the file name of each code object."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is types.CodeType:

@@ -1,7 +1,7 @@
-"""The environment and the machine, as the Python side reads them: here alone.
+"""Environment variables and facts of the machine: Python code reads them only here.
 
-What the native side reads (``PACELINE_TIMEOUT``, ``PACELINE_ISA``, and the libraries
-``PACELINE_LIBCUDA`` and ``PACELINE_LIBNCCL``) stands in ``csrc/core/config.c``.
+``csrc/core/config.c`` reads those of the native side: ``PACELINE_TIMEOUT``,
+``PACELINE_ISA``, and the libraries ``PACELINE_LIBCUDA`` and ``PACELINE_LIBNCCL``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STRICT = "PACELINE_STRICT"
 
 
 def cpu_replicas() -> int | None:
-    """Return the number in ``PACELINE_CPU_REPLICAS``, or None where it is not set."""
+    """Return the number in ``PACELINE_CPU_REPLICAS``, or None if it is not set."""
     text = os.environ.get(CPU_REPLICAS, "")
     if not text:
         return None
@@ -38,7 +38,7 @@ def is_install_asked() -> bool:
 
 
 def is_strict() -> bool:
-    """Tell whether ``PACELINE_STRICT`` asks for torch's refusals."""
+    """Tell whether ``PACELINE_STRICT`` turns on torch's refusals."""
     text = os.environ.get(STRICT, "")
     if text not in ("", "0", "1"):
         raise ValueError(f"{STRICT} is {text!r}: give 1, or 0, as in {STRICT}=1")
@@ -46,7 +46,7 @@ def is_strict() -> bool:
 
 
 def recorder_folder() -> Path | None:
-    """Return where steps are recorded: ``PACELINE_RECORDER``, else memory; None: no."""
+    """Return the folder for recorded steps; None if they are not recorded."""
     text = os.environ.get(RECORDER, "")
     if text == "0":
         return None
@@ -59,22 +59,22 @@ def recorder_folder() -> Path | None:
 
 
 def of_launcher(name: str) -> str:
-    """Return a variable that launchers or torch read, in the words of torch's logs."""
+    """Return a variable of launchers or torch, or "N/A" as in torch's logs."""
     return os.environ.get(name, "N/A")
 
 
 def nccl_host() -> str:
-    """Return what NCCL tells hosts apart by: ``NCCL_HOSTID``, or name and boot."""
+    """Return NCCL's identity of this host: ``NCCL_HOSTID``, or name and boot."""
     host_id = os.environ.get("NCCL_HOSTID", "")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return host_id or f"{os.uname().nodename}/{boot}"
 
 
 def nccl_shares_gpus() -> bool:
-    """Tell whether NCCL was told to take several ranks on one GPU."""
+    """Tell whether NCCL may run several ranks on one GPU."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1"
 
 
 def copies_by_side_stream() -> bool:
-    """Tell whether inputs are copied to a GPU by a stream of their own, as in torch."""
+    """Tell whether a separate stream copies inputs to a GPU, as in torch."""
     return os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"

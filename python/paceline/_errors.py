@@ -1,7 +1,7 @@
-"""The errors that name another rank, and the facts of such an error.
+"""The errors that name another rank, and the facts that their messages carry.
 
-The message is all that crosses from C to Python and from host to host: so the facts are
-read from it, in this one place, wherever the error began.
+Only the message crosses from C to Python and from host to host.  So this file alone
+parses the facts from it: the rank at fault, its step, and the signal that ended it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 _OWN_WORDS = "\n\nIts own failure message:\n"
 _REPORTER = re.compile(r"rank (\d+): ")
-# What a rank passes on: the words of the one that it names, or of another host.
+# Prefixes of a message that a rank passes on from another rank or host.
 _PASSED_ON = re.compile(
     rf".*?{_OWN_WORDS}(?=rank \d+: )"
     r"|(?:rank \d+: )?(?:rank (\d+)|ranks \d+ to \d+) \(host \d+\) failed: "
@@ -57,7 +57,7 @@ class _NamesRank(Exception):
 
 
 def _signal_of(pid: str | None) -> int | None:
-    """Return what ended a process, unless its parent has collected it."""
+    """Return the signal that ended a process, unless its parent has reaped it."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()
         return int(fields[48]) & 0x7F or None if state == "Z" else None
@@ -70,21 +70,21 @@ class PeerError(_NamesRank, RuntimeError):
     Attributes
     ----------
     rank : int or None
-        The rank at fault; None where it is not known which of a host's it is.
+        The rank at fault; None if only its host is known.
     step : int or None
         The step in which that rank was, from 1; None outside of steps.
     signal : int or None
-        What ended its process, as ``signal.SIGKILL``, if it was on this host and its
-        parent had not collected it yet.
+        The signal that ended the rank's process, such as ``signal.SIGKILL``, if the
+        process was on this host and its parent had not reaped it yet.
     """
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
-    """Another rank lives but kept this one waiting beyond the deadline."""
+    """Another rank is alive but kept this one waiting beyond the deadline."""
 
 
 class MismatchError(_NamesRank, RuntimeError):
-    """The ranks' models, or their steps, differ; `rank` is the first that does."""
+    """The ranks' models or steps differ; `rank` is the first one that differs."""
 
 
 PeerError.__module__ = PeerTimeoutError.__module__ = MismatchError.__module__ = (

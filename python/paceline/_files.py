@@ -1,8 +1,8 @@
 """Files that appear under their name once they are complete, or not at all.
 
-A file is written beside its place, under a name that its writer holds locked, and then
-renamed.  A writer that was killed holds no lock: whoever writes to the same place next
-removes what it left.
+A writer locks a temporary file beside the target, writes it, and renames it.  A writer
+that was killed holds no lock any more: the next one for the same target removes its
+temporary file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 
 class _Sink(io.RawIOBase):
-    """Writes to a descriptor, and keeps the first error, which torch would hide."""
+    """Writes to a descriptor and keeps the first error, which torch would hide."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -43,11 +43,11 @@ class _Sink(io.RawIOBase):
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file, whole or not at all; `write` is given a binary file.
+    """Replace a file whole or not at all; `write` gets a binary file to write to.
 
-    A link's target is written; a file that is there keeps its mode; what is no file (a
-    pipe, ``/dev/null``) is written to as it is.  Raises OSError if the file cannot be
-    written, whatever `write` makes of that.
+    If `path` is a link, write its target.  An existing file keeps its mode.  Write to a
+    pipe, ``/dev/null`` and the like directly.  Raise OSError if writing fails, even if
+    `write` raises another error because of it.
     """
     target = Path(os.path.realpath(path))
     before = None
@@ -58,7 +58,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             _write(file.fileno(), write)
         return
     if before is not None:
-        os.close(os.open(target, os.O_WRONLY))  # a file that is read-only stays
+        os.close(os.open(target, os.O_WRONLY))  # raises if it is read-only
     _remove_left_over(target)
     with _temporary(target) as (name, descriptor):
         if before is not None:
@@ -68,12 +68,10 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         _write(descriptor, write)
         os.fsync(descriptor)
         os.replace(name, target)
-    with suppress(OSError):  # not every file system can
+    with suppress(OSError):  # not every file system supports it
         folder = os.open(target.parent, os.O_RDONLY)
         try:
-            os.fsync(
-                folder
-            )  # else the new name may be lost, and the old file come back
+            os.fsync(folder)  # else a crash may bring the old file back
         finally:
             os.close(folder)
 
@@ -92,19 +90,19 @@ def _write(descriptor: int, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _prefix_of(target: Path) -> str:
-    """Return what the names of unfinished files for this place begin with.
+    """Return the prefix of the names of temporary files for this target.
 
-    The name itself would be too long, where it is as long as a name may be.
+    It is a hash, since with the target's own name it could exceed the longest name.
     """
     return f".{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}."
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Lock a file; tell whether that could be done, for as long as it is open."""
+    """Lock a file until it is closed; False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EINTR)  # no locks here
+        return error.errno not in (errno.EWOULDBLOCK, errno.EINTR)  # no lock support
     return True
 
 
@@ -116,7 +114,7 @@ def _temporary(target: Path) -> Iterator[tuple[Path, int]]:
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         if _is_locked(descriptor) and os.fstat(descriptor).st_nlink > 0:
             break
-        os.close(descriptor)  # another writer took it for one that was left
+        os.close(descriptor)  # another writer removed it as left over
     try:
         yield name, descriptor
     except BaseException:
@@ -128,7 +126,7 @@ def _temporary(target: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _remove_left_over(target: Path) -> None:
-    """Remove what writers of this place have left that were killed."""
+    """Remove the temporary files of killed writers for this target."""
     prefix = _prefix_of(target)
     for name in os.listdir(target.parent):
         if not (name.startswith(prefix) and name.endswith(".part")):

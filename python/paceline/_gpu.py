@@ -1,4 +1,4 @@
-"""The GPUs that this process sees, and what is needed to use them."""
+"""The GPUs that this process sees, their native sides, and NVIDIA's libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline import _native
 from paceline._compat import torch_cuda
 
 _PARTS_NCCL = 23000
-"""The first NCCL that takes parts of one card (MIG) for GPUs of their own."""
+"""The first NCCL that handles each part of a partitioned card (MIG) as a GPU."""
 
 
 class Machine:
@@ -25,84 +25,84 @@ class Machine:
     device_type = "cuda"
 
     def index_of(self, device: torch.device) -> int | None:
-        """Return the number of the GPU that a device is; None: it is none."""
+        """Return a device's number; None if it is not a GPU."""
         return device.index if device.type == self.device_type else None
 
     def index_of_tensor(self, tensor: torch.Tensor, expected: int) -> int | None:
-        """Return the number of the GPU that a tensor is on.
+        """Return the number of the GPU that holds a tensor; None if it is not on one.
 
-        `expected` is the one that it should be on, for machines that cannot tell.
+        Machines with all tensors on the CPU return `expected`, where it should be.
         """
         return self.index_of(tensor.device)
 
     def device(self, index: int) -> torch.device:
-        """Return a GPU as torch names it."""
+        """Return the torch device of a GPU."""
         return torch.device(self.device_type, index)
 
     def current_stream(self, index: int) -> Any:
-        """Return the stream that is current on a GPU, as torch has it."""
+        """Return torch's current stream on a GPU."""
         return torch.cuda.current_stream(index)
 
     def on(self, index: int, stream: Any) -> AbstractContextManager[Any]:
-        """Return what makes a GPU, and a stream of it, the current ones."""
+        """Return a context that makes a GPU and one of its streams current."""
         return _on(index, stream)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor in memory that GPUs read by themselves."""
+        """Return a CPU tensor in pinned memory, copied if necessary."""
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def synchronize(self) -> None:
-        """Wait for all that GPUs were given, if any was used."""
+        """Wait until all GPUs are idle, if any was used."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             for index in range(self.count()):
                 torch.cuda.synchronize(index)
 
     def is_capturing(self) -> bool:
-        """Tell whether a CUDA graph is captured on the current stream."""
+        """Tell whether the current stream is capturing a CUDA graph."""
         return torch_cuda.is_capturing()
 
     def generator_state(self, index: int) -> Any:
-        """Return what changes where random numbers are drawn on a GPU."""
+        """Return a value that changes whenever random numbers are drawn on a GPU."""
         return torch_cuda.generator_state(index)
 
     def size(self, index: int) -> tuple[int, int]:
-        """Return the bytes of a GPU's memory, and how many multiprocessors it has."""
+        """Return a GPU's memory in bytes and its number of multiprocessors."""
         return torch_cuda.size(index)
 
     def properties(self, index: int) -> tuple[str, str]:
-        """Return a GPU's name, and its compute capability: "9.0"."""
+        """Return a GPU's name and its compute capability, such as "9.0"."""
         properties: Any = torch.cuda.get_device_properties(index)
         return properties.name, f"{properties.major}.{properties.minor}"
 
     def can_access(self, index: int, peer: int) -> bool:
-        """Tell whether a GPU can read and write another one's memory by itself."""
+        """Tell whether a GPU can read and write the memory of its peer directly."""
         return torch.cuda.can_device_access_peer(index, peer)
 
     def count(self) -> int:
-        """Return how many there are."""
+        """Return the number of GPUs."""
         return torch.cuda.device_count()
 
     def current(self) -> int:
-        """Return the number of the one that torch uses where none is named."""
+        """Return the number of torch's current GPU."""
         return torch.cuda.current_device()
 
     def why_unusable(self) -> str:
-        """Return why none can be used; nothing where they can."""
+        """Return why no GPU can be used; "" if they can."""
         return torch_cuda.why_no_cuda()
 
     def identity(self, index: int, nccl_version: int) -> str:
-        """Return what NCCL tells a GPU by from all others of its host.
+        """Return what NCCL identifies a GPU by among those of its host.
 
-        Nothing where that is not known.
+        Return "" if it is not known.
         """
         return torch_cuda.identity(index, nccl_version >= _PARTS_NCCL)
 
     def open(self, index: int) -> _native.Device:
-        """Return the native side of a GPU."""
+        """Make the native side of a GPU."""
         return _native.Device(index, nvrtc=find_library("nvrtc"))
 
     def nccl_version(self, path: str | None) -> int:
-        """Return NCCL's version, as in 22809; see :func:`find_library` for the path."""
+        """Return NCCL's version, such as 22809, of the library at a path."""
         return _native.nccl_version(path)
 
 
@@ -111,10 +111,10 @@ _threads = threading.local()
 
 @contextlib.contextmanager
 def _on(index: int, stream: Any) -> Iterator[None]:
-    # stream() alone, on its way out, would make a context on GPU 0.
+    # Without device(), the exit of stream() would create a context on GPU 0.
     with torch.cuda.device(index), torch.cuda.stream(stream):
         if not hasattr(_threads, "has_context"):
-            # cuBLAS warns in a thread that has no context; CUDA gives it one here.
+            # cuBLAS warns in a thread without a CUDA context; this call creates one.
             torch.cuda.mem_get_info(index)
             _threads.has_context = True
         yield
@@ -123,11 +123,11 @@ def _on(index: int, stream: Any) -> Iterator[None]:
 machine = Machine()
 _opened: dict[tuple[int, int], _native.Device] = {}
 tried: dict[tuple[int, int], bool] = {}
-"""Pairs of GPUs that exchanged bytes; the second's kernels may read the first's."""
+"""Pairs of GPUs that exchanged bytes; False if a kernel read wrong bytes of a peer."""
 
 
 def open_device(index: int) -> _native.Device:
-    """Return the native side of a GPU: one a process."""
+    """Return the native side of a GPU; each process makes one per GPU."""
     key = os.getpid(), index
     if key not in _opened:
         _opened[key] = machine.open(index)
@@ -135,17 +135,17 @@ def open_device(index: int) -> _native.Device:
 
 
 def find_library(name: str) -> str | None:
-    """Return the file of one of NVIDIA's libraries, where torch's wheels have it.
+    """Return the path of an NVIDIA library in the wheels of torch.
 
-    None where the loader is to find it by its name: torch has loaded it already, or it
-    belongs to the system.
+    None if it is not there.  Then the loader finds it by name: torch has loaded it
+    already, or the system has it.
     """
     pattern = re.compile(rf"lib{name}(-[0-9a-f]+)?\.so\.(\d+)[\d.]*")
     found = []
     for rank, folder in enumerate(torch_cuda.library_folders()):
         for path in sorted(folder.glob(f"lib{name}*.so.*")):
             if match := pattern.fullmatch(path.name):
-                # NVRTC's major version is CUDA's; NCCL's has been 2 for ten years.
+                # NVRTC has the major version of CUDA; NCCL has had 2 for ten years.
                 is_torchs = match[2] == torch_cuda.major_of_cuda()
                 found.append((not is_torchs, rank, str(path)))
     return min(found)[2] if found else None

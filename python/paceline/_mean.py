@@ -1,4 +1,4 @@
-"""``paceline.mean()``: numbers and tensors, averaged over ranks."""
+"""``paceline.mean()``: average numbers and tensors over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline._errors import MismatchError, PeerError, PeerTimeoutError
 def mean(x: Any) -> Any:
     """Return the mean over ranks of a number or a tensor, or of each in a dict.
 
-    All ranks call it together, each with a value of its own, and get the same result.
+    All ranks must call it together, each with its own value; all get the same result.
     Without a process group there is one rank.
 
     Parameters
@@ -27,16 +27,16 @@ def mean(x: Any) -> Any:
     Returns
     -------
     float, torch.Tensor or dict
-        A number gives a float.  A tensor gives a new one on its device, without a
-        graph, of the dtype of ``x / 2``: its own, or torch's default dtype for integers
-        and booleans.  It is computed on the CPU in float64, with one rounding.
+        A number gives a float.  A tensor gives a new one on its device, without an
+        autograd graph, of the dtype of ``x / 2``: the same for floating-point tensors,
+        torch's default dtype for others.  Sums are float64 and rounded once at the end.
 
     Raises
     ------
     TypeError, paceline.MismatchError
-        If `x` is something else; on each rank, if names, shapes or dtypes differ.
+        If `x` is something else; on every rank, if names, shapes or dtypes differ.
     paceline.PeerError, paceline.PeerTimeoutError
-        If a rank ends; if it does not call it before the process group's timeout.
+        If a rank ends, or does not call ``mean()`` within the process group's timeout.
 
     Examples
     --------
@@ -53,7 +53,7 @@ def mean(x: Any) -> Any:
             what, part = _read(values[name])
             spec += (f", {name!r}: " if values is x else ", ") + what
             parts.append(part)
-    except Exception as error:  # the other ranks must be told, whatever it is
+    except Exception as error:  # any error: the other ranks must learn of it
         problem = error
     flat = torch.cat(parts)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -69,7 +69,7 @@ def mean(x: Any) -> Any:
 def _reduce(spec: str, flat: torch.Tensor, problem: Exception | None) -> torch.Tensor:
     told: list[Any] = [None] * dist.get_world_size()
     torch_groups.wait_for_gloo_at_exit()
-    # What this sends has one size, so that ranks that differ find it out.
+    # Exchange the specs first, since all_reduce needs equal sizes.
     _meet(dist.all_gather_object, told, (spec, problem and str(problem)))
     if problem is not None:
         raise problem
@@ -91,12 +91,12 @@ def _meet(collective: Callable[..., Any], *args: Any) -> None:
         if not torch_groups.is_lost_peer(error):
             raise
         kind = PeerTimeoutError if torch_groups.is_timeout(error) else PeerError
-        words = "a rank has not come to this mean(), which all must call equally often"
+        words = "a rank did not call this mean(): all must call mean() equally often"
         raise kind(f"rank {dist.get_rank()}: {words} ({error})") from error
 
 
 def _read(value: Any) -> tuple[str, torch.Tensor]:
-    """Return what a value is, and its numbers."""
+    """Describe a value, and return its numbers as a flat float64 tensor."""
     if isinstance(value, numbers.Real):
         number = torch.tensor([float(value)], dtype=torch.float64, device="cpu")
         return "a number", number

@@ -1,12 +1,12 @@
-"""The files in which ranks, and parents of replicas, keep their last steps.
+"""Recordings: files that hold the last steps of ranks and of DataParallel models.
 
-Whoever trains writes one, by ``csrc/ipc/recorder.c``; ``paceline top`` and ``paceline
-trace`` read them.  A file's name says whose it is::
+``csrc/ipc/recorder.c`` writes a file for each wrapper; ``paceline top`` and ``paceline
+trace`` read them.  A file is named after its process::
 
     paceline-<user>-<PID namespace>-<process>-<its start, in clock ticks>-<n>
 
-so that it is known without opening it whether its process still runs.  It goes with its
-wrapper; what a process has left that was killed is removed by the next one that looks.
+so that a reader can tell from the name whether the process still runs.  The wrapper
+removes its file; find() removes the files of processes that were killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger("paceline")
 MAGIC = b"PLRECORD"
 VERSION = 1
 NOBODY, SOMEBODY = -1, -2
-"""In place of a rank that is waited for: none, and one that is not known."""
+"""Instead of a rank in `awaited`: there was no wait; a wait for an unknown rank."""
 
 ACTIVITIES = (
     "construction",
@@ -62,13 +62,13 @@ _WHO = {
     **dict.fromkeys(("rank", "world_size", "local_rank", "pid"), int),
     "wall_minus_monotonic_ns": int,
 }
-"""What readers need of it."""
+"""The entries that readers need, and their types."""
 
-# ---- whose files there are ----------------------------------------------------------
+# ---- finding ------------------------------------------------------------------------
 
 
 class Process(NamedTuple):
-    """A process, in such a way that a later one of the same number is another."""
+    """A process identity that survives the reuse of its PID."""
 
     namespace: int
     pid: int
@@ -92,7 +92,7 @@ def _pid_namespace() -> int:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process began, in clock ticks; None: it is gone, or dead."""
+    """Return when a process began, in clock ticks; None if it is gone or dead."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -102,9 +102,9 @@ def _start_of(pid: int) -> int | None:
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the files of the user's processes that run; remove those of others.
+    """Return the files of this user's running processes; remove those of ended ones.
 
-    Processes that this one does not see, in another PID namespace, are left alone.
+    Leave alone the files of another PID namespace: this one cannot see its processes.
     """
     found = []
     namespace, user = _pid_namespace(), os.geteuid()
@@ -116,7 +116,7 @@ def find(folder: Path) -> list[Path]:
             if _start_of(int(match[3])) == int(match[4]):
                 found.append(folder / entry.name)
             else:
-                with suppress(OSError):  # another may be as quick
+                with suppress(OSError):  # another process may have removed it
                     os.unlink(entry.path)
     return sorted(found, key=lambda path: [*map(int, path.name.split("-")[1:])])
 
@@ -127,18 +127,18 @@ _numbers = itertools.count()
 
 
 def identity() -> str:
-    """Return what the ranks of a job call it, if it is rank 0's: host and process."""
+    """Return a job's name, if rank 0 calls this: its host and process number."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def start(**who: Any) -> _native.Recorder | None:
-    """Return a new recorder; None where nothing is to be recorded, or can be.
+    """Return a new recorder; None if steps are not or cannot be recorded.
 
     Parameters
     ----------
-    **who
-        What readers are to know: ``kind``, ``job``, ``model``, ``rank``,
-        ``world_size``, ``local_rank``, ``device``.
+    **who : str or int
+        The facts for readers: ``kind``, ``job``, ``model``, ``rank``, ``world_size``,
+        ``local_rank``, ``device``.
     """
     folder = _environment.recorder_folder()
     if folder is None:
@@ -146,7 +146,7 @@ def start(**who: Any) -> _native.Recorder | None:
     try:
         from paceline import _native
 
-        find(folder)  # removes what was left over
+        find(folder)  # removes the files of ended processes
         process = Process.this()
         who |= {
             "pid": process.pid,
@@ -157,22 +157,22 @@ def start(**who: Any) -> _native.Recorder | None:
         cut = {k: v[:_MOST_TEXT] if isinstance(v, str) else v for k, v in who.items()}
         name = "paceline-{}-{}-{}-{}-{}".format(os.geteuid(), *process, next(_numbers))
         return _native.Recorder(folder / name, json.dumps(cut))
-    except Exception as error:  # whatever it is, training goes on
+    except Exception as error:  # training must continue without a recorder
         _log.debug("steps are not recorded: %s", error)
         return None
 
 
 class Steps:
-    """The steps of a ``DataParallel``, as they are recorded, if they are.
+    """Records the steps of a ``DataParallel``, if recording is on.
 
-    A forward is run inside it.
+    As a context, it records the forward that runs inside it.
 
     Parameters
     ----------
     owner : DataParallel
-        Whose steps they are: with it, the file goes.
+        The model whose steps are recorded.  Its file is removed with it.
     n_replicas : int
-        Of it.
+        The number of its replicas.
     """
 
     def __init__(self, owner: Any, n_replicas: int) -> None:
@@ -206,12 +206,12 @@ class Steps:
 
 
 class RecordingError(Exception):
-    """A file that cannot be read as steps; the message is one sentence."""
+    """A file does not hold steps that can be read; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of a step.  Times are nanoseconds; 0: not known."""
+    """A bucket of a step.  Times are in nanoseconds; 0 if not known."""
 
     ready: int
     begin: int
@@ -221,7 +221,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is over.  Times are nanoseconds of the host's clock; 0: not known."""
+    """A finished step.  Times are nanoseconds of the host's clock; 0 if not known."""
 
     number: int
     forward_begin: int
@@ -245,7 +245,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Now:
-    """What a process does, since when, in which step, and who keeps it waiting."""
+    """A process's activity, its begin, the step, and the rank it is waiting for."""
 
     activity: str
     since: int
@@ -254,36 +254,36 @@ class Now:
 
 
 def _read_who(text: bytes, path: Path) -> dict[str, Any]:
-    """Return what a process has told of itself, if that is all that readers need."""
+    """Return the facts of a process; raise RecordingError if some are missing."""
     try:
         who = json.loads(text.rstrip(b"\0"))
         is_whole = all(isinstance(who[name], kind) for name, kind in _WHO.items())
     except (ValueError, TypeError, KeyError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise RecordingError(f"{path} does not tell whose steps they are.")
+        raise RecordingError(f"{path} does not name the process that wrote it.")
     return dict(who)
 
 
 class Recording:
-    """One process's steps, read as they are written; the writer does not notice.
+    """One process's steps, read from memory that the process still writes to.
 
     Parameters
     ----------
     path : path
-        Of the file.
+        The file.
 
     Attributes
     ----------
     who : dict
-        What the process has told of itself.
+        The facts that the process gave to `start`.
 
     Raises
     ------
     RecordingError
-        If it is no such file, of another user, or of another version.
+        If the file is no recording, or belongs to another user or version.
     OSError
-        If it cannot be opened: it may just have gone.
+        If the file cannot be opened, for example because it was just removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -305,7 +305,7 @@ class Recording:
         if version != VERSION:
             raise RecordingError(
                 f"{path} was written by a Paceline that records in layout {version}, "
-                f"and this one reads layout {VERSION}: use the one that trains."
+                f"and this one reads layout {VERSION}: use that of the training."
             )
         self._kept_bytes = _STEP.size + n_buckets * _BUCKET.size
         if (
@@ -319,14 +319,14 @@ class Recording:
 
     @property
     def now(self) -> Now:
-        """What the process does now."""
+        """The process's current activity."""
         activity, since, step, awaiting = _NOW.unpack_from(self._memory, _NOW_AT)
         is_known = 0 <= activity < len(ACTIVITIES)
         words = ACTIVITIES[activity] if is_known else "an unknown activity"
         return Now(words, since, step, awaiting)
 
     def steps(self) -> list[Step]:
-        """Return the steps that are over and still there, in order."""
+        """Return the finished steps that are still in the file, in order."""
         found = filter(None, map(self._step, range(self._n)))
         return sorted(found, key=lambda step: step.number)
 
@@ -335,7 +335,7 @@ class Recording:
         before = self._memory[at : at + self._kept_bytes]
         again = self._memory[at : at + self._kept_bytes]
         (sequence,) = _SEQUENCE.unpack_from(before)
-        # Twice the same, so that nobody was writing, in whatever order memory shows it.
+        # Two equal reads: the writer was idle, in whatever order its stores appear.
         if sequence == 0 or sequence % 2 or before != again:
             return None
         _, *fields = _STEP.unpack_from(before)
@@ -345,14 +345,14 @@ class Recording:
         return Step(*whole)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Unmap the file."""
         self._memory.close()
 
 
 def open_all(folder: Path) -> Iterator[Recording | RecordingError]:
-    """Yield what the user's processes record here; what cannot be read, as its error.
+    """Yield the recordings of this user's processes; an error for each unreadable one.
 
-    Recordings are the caller's to close.
+    The caller closes the recordings.
     """
     for path in find(folder):
         try:
@@ -360,4 +360,4 @@ def open_all(folder: Path) -> Iterator[Recording | RecordingError]:
         except RecordingError as error:
             yield error
         except (OSError, ValueError):
-            continue  # gone meanwhile, or not yet written
+            continue  # removed in the meantime, or still empty

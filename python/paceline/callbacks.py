@@ -1,7 +1,7 @@
-"""Scalars of a training for TensorBoard and Weights & Biases, by one call a step.
+"""Write scalars to TensorBoard and Weights & Biases, with one call per step.
 
-Neither is imported here: a callback takes the writer or the run that you have made, and
-calls one method of it.
+Neither library is imported here.  A callback takes a writer or a run that the caller
+made, and calls a single method of it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NS_PER_MS = 1e6
 
 
 class _Callback(ABC):
-    """Counts steps, and writes on rank 0 every so many of them."""
+    """Counts steps, and writes an entry on rank 0 every `every` steps."""
 
-    _sink = ""  # what is written to, and the method of it that is called
+    _sink = ""  # the name of the parameter, and its method that writes
     _method = ""
     _made_by = ""
 
@@ -49,25 +49,25 @@ class _Callback(ABC):
             set_rate(every)
         self._every = every
         self._n_steps = self._n_samples = 0
-        self._began: float | None = None  # no time before the first step is known
+        self._began: float | None = None  # None until the first step ends
 
     def __call__(self, step: int, samples: int = 0, **scalars: Any) -> None:
-        """Count a step; write it, if its turn has come.
+        """Count a step; write an entry if `every` steps have passed.
 
         Parameters
         ----------
         step : int
-            Its number, which entries get.
+            The number of the step, which its entry gets.
         samples : int, optional
-            What this rank has trained on in this step; without it no rate is written.
+            Samples of this rank in this step.  Without it, no rate is written.
         **scalars
-            Numbers of your own, or tensors of one element, which are read only when
-            they are written: no other step waits for a GPU.
+            Your own numbers, or tensors of one element.  Tensors are read only when an
+            entry is written, so that other steps do not wait for a GPU.
 
         Raises
         ------
         ValueError
-            If one of them is no number when it is to be written.
+            If a scalar of an entry is not a number.
         """
         if self._rank != 0:
             return
@@ -83,7 +83,7 @@ class _Callback(ABC):
         self._write(found, int(step))
 
     def _measured(self, seconds: float) -> dict[str, float]:
-        """Return what the steps since the last entry took."""
+        """Return the times and rates of the steps since the last entry."""
         step_ms = seconds / self._n_steps * 1e3
         found = {"paceline/step_ms": step_ms}
         if self._n_samples:
@@ -106,26 +106,26 @@ class _Callback(ABC):
 class TensorBoard(_Callback):
     """Write scalars to TensorBoard: ``log(step, samples=len(x), loss=loss)``.
 
-    Beside your own it writes, on rank 0 alone: ``paceline/step_ms``, the mean time of
-    the steps since the last entry; ``paceline/samples_per_second``, of all ranks;
-    and of a `DistributedDataParallel` ``paceline/exposed_comm_ms``, the communication
-    that backward did not hide in the last measured step, with
-    ``paceline/exposed_comm_share``, that against the time of a step.
+    Only rank 0 writes.  Entries have your scalars and ``paceline/step_ms``, the mean
+    time of a step since the last entry; ``paceline/samples_per_second``, of all ranks;
+    for a `DistributedDataParallel`, ``paceline/exposed_comm_ms``, the communication
+    that backward did not hide in the last measured step, and
+    ``paceline/exposed_comm_share``, its share of the time of a step.
 
     Parameters
     ----------
     writer : torch.utils.tensorboard.SummaryWriter or similar
-        Its ``add_scalar(name, value, step)`` is called.  None will do on other ranks.
+        An object with ``add_scalar(name, value, step)``.  May be None on other ranks.
     model : torch.nn.Module, optional
-        The wrapped model, by Paceline or by torch; others have no communication.
+        The wrapper, of Paceline or torch; without one, communication is not written.
     every : int, default 50
-        Steps from one entry to the next; the first step is one, of your scalars alone.
-        As often the model measures a step, which takes a callback a parameter then.
+        Steps from one entry to the next.  The first step's entry has only your scalars.
+        The model also measures every such step, with a callback for each parameter.
 
     Raises
     ------
     TypeError
-        If rank 0 has no such writer.
+        If the `writer` of rank 0 has no ``add_scalar()``.
     ValueError
         If `every` is less than 1.
 
@@ -143,8 +143,8 @@ class TensorBoard(_Callback):
 
     Notes
     -----
-    The times are of rank 0, and ranks are taken to have as many samples each.  Call it
-    on every rank, or on rank 0 alone: it does not communicate.
+    Times are those of rank 0.  The rate assumes that each rank has as many samples.
+    A callback does not communicate: call it on every rank, or only on rank 0.
     """
 
     _sink = "writer"
@@ -162,12 +162,12 @@ class TensorBoard(_Callback):
 
 
 class WandB(_Callback):
-    """Write scalars to Weights & Biases: as `TensorBoard`, with one entry a step.
+    """Write scalars to Weights & Biases: like `TensorBoard`, with one call per entry.
 
     Parameters
     ----------
     run : wandb.Run or similar
-        Its ``log(scalars, step=step)`` is called.  None will do on other ranks.
+        An object with ``log(scalars, step=step)``.  May be None on other ranks.
     model : torch.nn.Module, optional
         As for `TensorBoard`.
     every : int, default 50
@@ -176,7 +176,7 @@ class WandB(_Callback):
     Raises
     ------
     TypeError
-        If rank 0 has no such run.
+        If the `run` of rank 0 has no ``log()``.
     ValueError
         If `every` is less than 1.
 

@@ -1,9 +1,9 @@
-"""Which rows of a data set a rank takes: each row once an epoch, on any ranks.
+"""Deal the rows of a data set to ranks: each row once an epoch, on one of the ranks.
 
-A pass is what one ``iter()`` of the sampler gives; it counts how often it is asked for
-a batch.  A DataLoader with workers asks for some batches ahead, and then for one more
-each time that its loop takes one: so the count says which batch the loop is at.  The
-DataLoader's own count says whether the loop has got that one.
+One ``iter()`` of the sampler makes a pass, which counts the batches that it was asked
+for.  A DataLoader with workers asks for some batches ahead, and then for one more each
+time that its loop takes one.  So the count gives the batch that the loop is at.  The
+DataLoader's own count shows whether the loop has received that batch.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from paceline._compat import torch_core
 
 
 class BatchSampler(Sampler[list[int]]):
-    """Deal out the rows of a data set to ranks in batches: none is padded or dropped.
+    """Deal the rows of a data set to ranks in batches, without padding or dropping.
 
     Give it to a `DataLoader` as `batch_sampler`.  The last batch of an epoch is divided
-    as evenly as possible; with fewer rows than ranks, it is joined to the one before.
-    So each row comes once an epoch, and all ranks take the same number of steps.
+    as evenly as possible.  If it has fewer rows than ranks, it is joined to the batch
+    before.  So each row comes once an epoch, and all ranks take equally many steps.
 
-    A batch counts as taken when the `DataLoader` hands it to its loop; one that cannot
-    be read does not, unless the loop goes on behind the error.  When all are taken, the
-    epoch advances; a loop that ends earlier has the next one begin the epoch anew.
+    A batch is taken when the loop over the `DataLoader` receives it.  A batch that
+    fails to load is not, unless the loop continues after the error.  When all batches
+    are taken, the epoch advances.  If a loop ends early, the next restarts the epoch.
 
     Parameters
     ----------
     dataset : Sized
-        What the `DataLoader` reads; its length is asked for once.
+        The data set that the `DataLoader` reads.  Its length is read once.
     batch_size : int
-        Rows of a batch for each rank.
+        Rows per batch and rank.
     shuffle : bool, default True
-        Whether each epoch has an order of its own, as of torch's `DistributedSampler`.
+        Whether each epoch has its own order, like torch's `DistributedSampler`.
     seed : int, default 0
-        The same on every rank, as are all arguments but `rank`.
+        The seed of the orders.  All arguments but `rank` must be equal on all ranks.
     rank, world_size : int, optional
         By default those of torch's process group when a pass begins, or one process.
 
     Raises
     ------
     TypeError, ValueError
-        If the data set has no length, or a number is wrong; when a pass begins, if it
-        has fewer rows than ranks, or ``WORLD_SIZE`` is set without a process group.
+        If the data set has no length or a number is wrong.  When a pass begins, if the
+        data set has fewer rows than ranks, or ``WORLD_SIZE`` is set without a group.
 
     Examples
     --------
@@ -72,8 +72,8 @@ class BatchSampler(Sampler[list[int]]):
         world_size: int | None = None,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            words = f"dataset is a {type(dataset).__name__}, without rows by number"
-            raise TypeError(f"{words}: for streams take MosaicML Streaming")
+            words = f"dataset is a {type(dataset).__name__}, which has no len()"
+            raise TypeError(f"{words}: for streams use MosaicML Streaming")
         self.batch_size = _integer("batch_size", batch_size, 1)
         self._n_rows = len(dataset)
         self._shuffle, self._seed = bool(shuffle), _integer("seed", seed)
@@ -81,7 +81,7 @@ class BatchSampler(Sampler[list[int]]):
         if rank is not None or world_size is not None:
             size = _integer("world_size", world_size, 1)
             self._place = _integer("rank", rank, 0, size - 1), size
-        # The pass's epoch, how many of its rows were taken before, which were carried.
+        # Where a pass begins: epoch, rows taken from it, rows carried into it.
         self._begin: tuple[int, int, list[int]] = (0, 0, [])
         self._pass: _Pass | None = None
         self._is_loaded = False
@@ -95,19 +95,19 @@ class BatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch that comes next: where a loop over epochs begins."""
+        """The epoch of the next batch: a loop over epochs begins there."""
         epoch, n_taken, carried = self._position()
         return epoch + (len(carried) + self._n_rows - n_taken < self._find_place()[1])
 
     @property
     def scale(self) -> float:
-        """What a mean loss is multiplied by: this rank's rows by the mean of ranks'."""
+        """The factor for a mean loss: this rank's rows over the mean rows of ranks."""
         if self._pass is None or self._pass.n_taken == 0:
-            raise RuntimeError("scale is that of a batch, and none has been taken")
+            raise RuntimeError("scale needs a batch, but none has been taken")
         return self._pass.part_of(self._pass.n_taken - 1)[2]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless it has begun; a state that was loaded goes first."""
+        """Begin an epoch, unless it is current; the epoch of a loaded state must be."""
         if _integer("epoch", epoch) == self.epoch:
             return
         if self._is_loaded:
@@ -116,26 +116,26 @@ class BatchSampler(Sampler[list[int]]):
         self._begin, self._pass = (operator.index(epoch), 0, []), None
 
     def state_dict(self, taken: int | None = None) -> dict[str, Any]:
-        """Return where the epoch stands, the same on every rank: save it on one.
+        """Return the position in the epoch, equal on all ranks: save it on one.
 
-        If something between the `DataLoader` and your loop reads ahead, `taken` is how
-        many batches of this pass your loop has been given.
+        If something between the `DataLoader` and your loop reads ahead, give as `taken`
+        how many batches of this pass your loop has received.
         """
         epoch, n_rows, carried = self._position(taken)
         order = {"n_rows": self._n_rows, "shuffle": self._shuffle, "seed": self._seed}
         return {"epoch": epoch, "taken": n_rows, "carried": [*carried], **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, in its order, with any number of ranks and batch size.
+        """Continue from a state, in its order, with any number of ranks and batch size.
 
         If fewer rows of the epoch are left than there are ranks now, they come with the
-        first batch of the next epoch.  A state of other data is a ValueError.
+        first batch of the next epoch.  Raise ValueError if the state is for other data.
         """
         n_rows = self._n_rows
         if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
             raise ValueError("state is not what BatchSampler.state_dict() returns")
         if state["n_rows"] != n_rows:
-            raise ValueError(f"state is of {state['n_rows']} rows, and not of {n_rows}")
+            raise ValueError(f"state is for {state['n_rows']} rows, not for {n_rows}")
         carried = [_integer("carried", row, 0, n_rows - 1) for row in state["carried"]]
         taken = _integer("taken", state["taken"], 0, n_rows + len(carried))
         epoch, seed = _integer("epoch", state["epoch"]), _integer("seed", state["seed"])
@@ -144,7 +144,7 @@ class BatchSampler(Sampler[list[int]]):
         self._pass, self._is_loaded = None, True
 
     def _start(self, begun: _Pass) -> tuple[torch.Tensor, int, int]:
-        """Begin a pass; return its rows, of all ranks, the rank and the world size."""
+        """Begin a pass; return the rows of all ranks, the rank and the world size."""
         rank, size = self._find_place()
         if self._pass is not None and self._pass.n_taken == self._pass.n_batches:
             self._begin = self._position()
@@ -152,12 +152,12 @@ class BatchSampler(Sampler[list[int]]):
             self._begin = (self._begin[0] + 1, 0, rows.tolist())
             rows = self._rows()
         if self._pass is not None:
-            self._pass._loader = {}  # which leads to that pass
+            self._pass._loader = {}  # it refers back to that pass
         self._pass, self._is_loaded = begun, False
         return rows, rank, size
 
     def _find_place(self) -> tuple[int, int]:
-        """Return rank and world size."""
+        """Return the rank and the world size."""
         place, started = self._place, os.environ.get("WORLD_SIZE", "1")
         if place is None and dist.is_available() and dist.is_initialized():
             place = dist.get_rank(), dist.get_world_size()
@@ -170,7 +170,7 @@ class BatchSampler(Sampler[list[int]]):
         return rank, size
 
     def _position(self, taken: int | None = None) -> tuple[int, int, list[int]]:
-        """Return `_begin` as it is after what the loop has taken."""
+        """Return `_begin` advanced by the batches that the loop has taken."""
         epoch, n_rows, carried = self._begin
         if self._pass is None:
             _integer("taken", taken or 0, 0, 0)
@@ -190,16 +190,16 @@ class BatchSampler(Sampler[list[int]]):
 
 
 class _Pass(Iterator[list[int]]):
-    """One rank's part of the batches, and how many of them have been taken."""
+    """One rank's parts of the batches, with a count of the batches taken."""
 
     def __init__(
         self, sampler: BatchSampler, n_ahead: int, loader: dict[str, Any]
     ) -> None:
         self._sampler, self._n_ahead, self._loader = sampler, n_ahead, loader
-        self._n_given: int | None = None  # to the loader's loop, when last asked
+        self._n_given: int | None = None  # batches its loop had, when last asked
         self._deal()
 
-    def __getstate__(self) -> dict[str, Any]:  # the loader has queues of its workers
+    def __getstate__(self) -> dict[str, Any]:  # queues of workers do not pickle
         given = {"_num_yielded": self._loader.get("_num_yielded", -1)}
         return {**vars(self), "_loader": given}
 
@@ -209,7 +209,7 @@ class _Pass(Iterator[list[int]]):
         self._n_global = size * self._size
         self.n_batches = _count_batches(len(self._rows), size, self._size)
 
-    def state_dict(self) -> dict[str, Any]:  # as torchdata needs it
+    def state_dict(self) -> dict[str, Any]:  # torchdata calls it
         return self._sampler.state_dict(min(self._n_asked, self.n_batches))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,10 +219,10 @@ class _Pass(Iterator[list[int]]):
     def __next__(self) -> list[int]:
         counted = self._sampler._pass
         if counted is not None and abs(counted.n_taken - self.n_taken) > 1:
-            words = "another loop over this sampler began in the midst of this one"
-            raise RuntimeError(f"{words}: give it a BatchSampler of its own")
+            words = "another loop over this sampler began before this one ended"
+            raise RuntimeError(f"{words}: give each loop its own BatchSampler")
         if counted is not None and self.n_taken < self.n_batches:
-            self._sampler._pass = self  # the one asked last has the scale and the state
+            self._sampler._pass = self  # the last pass asked gives scale and state
         self._n_asked += 1
         self._n_given = self._loader.get("_num_yielded")
         if self._n_asked > self.n_batches:
@@ -237,18 +237,18 @@ class _Pass(Iterator[list[int]]):
         return min(max(n_taken, 0), self.n_batches)
 
     def end_of(self, n: int) -> int:
-        """Return how many rows the first n batches have, on all ranks together."""
+        """Return the number of rows of the first n batches, over all ranks."""
         return len(self._rows) if n == self.n_batches else n * self._n_global
 
     def part_of(self, n: int) -> tuple[int, int, float]:
-        """Return where this rank's part of batch n begins and ends, and its scale."""
+        """Return the begin and end of this rank's part of batch n, and its scale."""
         begin, n_rows = self.end_of(n), self.end_of(n + 1) - self.end_of(n)
         first, end = (n_rows * r // self._size for r in (self._rank, self._rank + 1))
         return begin + first, begin + end, (end - first) * self._size / n_rows
 
 
 def _count_batches(n_rows: int, batch_size: int, n_ranks: int) -> int:
-    """Return into how many batches rows go: a rest is one if each rank has a row."""
+    """Count the batches; left-over rows make one if each rank gets a row."""
     n_whole, n_rest = divmod(n_rows, batch_size * n_ranks)
     return n_whole + (n_rest >= n_ranks)
 

@@ -27,7 +27,7 @@ FILES = """csrc/**/*.[ch] csrc/**/*.cu python/**/*.py* setup.py *.md docs/*.md
 _END = r"(?=[.,;:)]| (?:are|for|has|have|in|is|may|on|that|to|was|which)\b)"
 PHRASES = (
     r"nobody|somebody|someone|whom|whoever|there where|for ever|as ever",
-    r"(?<!users )(?<!user )(?<!people )(?<!anyone )who(?![:)])",
+    r"(?<!users )(?<!user )(?<!people )(?<!anyone )who(?! ?[:)])",
     r"aught|hereof|lest|thereof|therein|whereby|wherein|whereof",
     r"(?<!there )(?:is|are|was|were|be|being) (?-i:none)|none's|be it that",
     r"where there (?:is|are|was|were)|for good(?! reason)|still at it",

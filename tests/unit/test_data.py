@@ -229,7 +229,7 @@ def test_what_cannot_be_dealt_out_is_one_error(args, options, kind, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n_rows": 9}, "9 rows, and not of 8"),
+        ({"n_rows": 9}, "9 rows, not for 8"),
         ({"taken": 9}, "taken is 9"),
         ({"carried": [8]}, "carried is 8"),
         ({"seed": -1}, "seed is -1"),

@@ -92,7 +92,7 @@ def test_a_file_of_another_layout_is_refused_in_one_sentence(folder, capsys):
     assert isinstance(error, _recorder.RecordingError)
     sentence = (
         f"{folder / name} was written by a Paceline that records in layout 7, and this "
-        "one reads layout 1: use the one that trains."
+        "one reads layout 1: use that of the training."
     )
     assert str(error) == sentence
     assert top.main(["--json"], "paceline") == 0
