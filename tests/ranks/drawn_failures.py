@@ -1,11 +1,11 @@
-"""Failures drawn at random, on hosts that are network namespaces.
+"""Random failures on hosts that are network namespaces.
 
     PYTHONPATH=tests python tests/ranks/drawn_failures.py --failures 100 --seed 7
 
-Each time some hosts train, and then a rank or all ranks of a host are killed or
-stopped, or a host is cut off, at a moment drawn too.  Every rank that is left has to
-raise an error that names the right host, or the right rank, in time.  Needs root.
-Prints a line a kind of failure: how often, and how long it took ranks to know.
+In each run some hosts train.  Then, at a random moment, a rank or all ranks of a host
+are killed or stopped, or a host is cut off.  Every remaining rank must raise an error
+in time, which names the right host or rank.  Needs root.  Prints a line for each kind
+of failure: its count, and the time until ranks raised.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLACK_SECONDS = 20.0  # on a loaded machine
 
 @dataclass(frozen=True)
 class Draw:
-    """What fails, where and when."""
+    """A failure: its kind, place and time."""
 
     kind: str
     n_ranks: tuple[int, ...]
@@ -46,7 +46,7 @@ class Draw:
 
     @classmethod
     def of(cls, seed):
-        """Draw a failure."""
+        """Draw a failure from a seed."""
         rng = random.Random(seed)
         hosts = Hosts(rng.choice(LAYOUTS))
         rank = rng.randrange(hosts.world_size)
@@ -61,12 +61,12 @@ class Draw:
 
     @property
     def is_noticed_at_once(self):
-        """Whether a connection breaks, and nobody has to wait for the deadline."""
+        """Whether a connection breaks, so that ranks need not wait for the deadline."""
         return self.kind.startswith("kill")
 
 
 def train(rank, _, hosts, store, width):
-    """Take steps until one fails."""
+    """Take steps until one of them fails."""
     hosts.join(rank, store, DEADLINE_SECONDS)
     model = paceline.DistributedDataParallel(
         nn.Sequential(nn.Linear(100, width), nn.BatchNorm1d(width), nn.Linear(width, 9))
@@ -83,7 +83,7 @@ def train(rank, _, hosts, store, width):
 
 
 def fail(draw, pids, hosts, network):
-    """Have it fail; return the ranks that are no more."""
+    """Cause the failure; return the ranks that it ended."""
     of_host = {r for r in range(hosts.world_size) if hosts.host_of(r) == draw.host}
     if draw.kind == "cut a host off":
         network.cut(draw.host)
@@ -96,7 +96,7 @@ def fail(draw, pids, hosts, network):
 
 
 def names_culprit(draw, hosts, rank, text):
-    """Whether a rank's error is about the host that failed, or the rank there."""
+    """Tell whether a rank's error names the host or the rank that failed."""
     if draw.kind == "cut a host off" and hosts.host_of(rank) == draw.host:
         others = (h for h in range(len(hosts.n_ranks)) if h != draw.host)
         return any(f"(host {h})" in text for h in others)
@@ -104,7 +104,7 @@ def names_culprit(draw, hosts, rank, text):
 
 
 def check(draw, hosts, rank, outcome, began):
-    """Return after how many seconds a rank that is left knew."""
+    """Check a remaining rank's error; return the seconds until it was raised."""
     kind, when, text = outcome.value
     seconds = when - began
     known = "PeerError", "PeerTimeoutError"
@@ -116,7 +116,7 @@ def check(draw, hosts, rank, outcome, began):
 
 
 def run(draw):
-    """Have a job fail as drawn; return after how many seconds each rank knew."""
+    """Run a job that fails as drawn; return the seconds until each rank raised."""
     network = Network(len(draw.n_ranks))
     hosts = Hosts(draw.n_ranks, network.names)
     try:
@@ -151,7 +151,7 @@ def run(draw):
 
 
 def main():
-    """Run from the command line; the exit status is 1 where one went wrong."""
+    """Run from the command line; exit with status 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
@@ -166,7 +166,7 @@ def main():
         draw = Draw.of(seed)
         try:
             taken[draw.kind].append(max(run(draw)))
-        except Exception as error:  # each is printed, with its seed
+        except Exception as error:  # print each one, with its seed
             n_wrong += 1
             print(f"seed {seed}: {draw}\n  {type(error).__name__}: {error}", flush=True)
     for kind, seconds in sorted(taken.items()):

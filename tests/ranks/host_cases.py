@@ -1,7 +1,6 @@
-"""Ranks of several hosts: how they meet, train and fail, on the CPU and on GPUs.
+"""Helpers for ranks on several hosts that meet, train and fail, on CPUs and on GPUs.
 
-Ranks say that they are on different hosts, or are in network namespaces; GPUs are
-simulated ones.
+Ranks claim to be on different hosts, or are in network namespaces.  GPUs are simulated.
 """
 
 import contextlib
@@ -20,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 N_STEPS = 6
 SECONDS = 60.0
-NOTICED_SECONDS = 20.0  # on a loaded machine; what is meant is two
+NOTICED_SECONDS = 20.0  # for a loaded machine; usually it takes at most two
 
 
 # ---- in the ranks -------------------------------------------------------------------
 
 
 def on_host(rank, _, body, hosts, store, device, seconds, *args):
-    """Run a rank's function on its host, and on its GPU where it has one."""
+    """Run a rank's function on its host, and on its GPU if it has one."""
     hosts.join(rank, store, seconds)
     on_gpu = fake_gpus.on_gpu(rank) if device == "gpu" else contextlib.nullcontext()
     with on_gpu:
@@ -35,20 +34,20 @@ def on_host(rank, _, body, hosts, store, device, seconds, *args):
 
 
 def fail(*_):
-    """Stand for something that raises."""
+    """Raise, as a failing hook does."""
     raise OSError("no port is free")
 
 
 @contextlib.contextmanager
 def failing(model):
-    """Have backwards of a model fail."""
+    """Make the backwards of a model fail within this context."""
     hook = model.module.norm.weight.register_hook(fail)
     yield
     hook.remove()
 
 
 def steps(model, rank):
-    """Train; return parameters and buffers."""
+    """Train a model; return its parameters and buffers."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     random = torch.Generator().manual_seed(rank)
     for step in range(N_STEPS):
@@ -63,21 +62,21 @@ def steps(model, rank):
 
 
 def steps_of_both(ours, rank):
-    """Train by our wrapper and by torch's, from the same start."""
+    """Train with our wrapper and with torch's, from the same state."""
     theirs = TorchDDP(Net(), find_unused_parameters=True)
     theirs.module.load_state_dict(ours.module.state_dict())
     return steps(ours, rank), steps(theirs, rank)
 
 
 def fail_in_turn(rank, hosts):
-    """Fail in a step of each rank; return the model, which trains on."""
+    """Have each rank fail in a step; return the model, which can train on."""
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(Net())
     for culprit in range(hosts.world_size):
         x = torch.full((4, 20), 0.1 * rank)
         model(x, True).square().mean().backward()
         is_mine = rank == culprit
-        # A slow rank hears of it in its forward, where it waits for buffers.
+        # A slow rank raises in its forward, when it waits for buffers.
         with (
             failing(model) if is_mine else contextlib.nullcontext(),
             pytest.raises(
@@ -102,7 +101,7 @@ def fork_one_that_sleeps():
 
 
 def step_until_it_fails(rank, hosts, how, culprit):
-    """Take steps; return the error that ends them, and when."""
+    """Take steps; return the error that ends them, and its time."""
     files = descriptors()
     model = paceline.DistributedDataParallel(Net())
     x = torch.ones(4, 20)
@@ -135,7 +134,7 @@ def step_until_it_fails(rank, hosts, how, culprit):
 
 
 def start_on_hosts(body, hosts, store, *args, device="cpu", seconds=SECONDS, **options):
-    """Start `body(rank, hosts, *args)` on each rank; options are of simulated GPUs."""
+    """Start `body(rank, hosts, *args)` on each rank; `options` are for fake GPUs."""
     return start_ranks(
         on_host,
         hosts.world_size,
@@ -147,13 +146,13 @@ def start_on_hosts(body, hosts, store, *args, device="cpu", seconds=SECONDS, **o
 
 
 def run_on_hosts(*args, **options):
-    """Return what each rank's function returns; as `start_on_hosts`."""
+    """Return the values of each rank's function; arguments as `start_on_hosts`."""
     with start_on_hosts(*args, **options) as ranks:
         return values(ranks.wait())
 
 
 def fail_on(hosts, how, culprit, store, act=lambda ranks: None, **options):
-    """Have a rank fail; return when, what became of each, and their processes."""
+    """Have a rank fail; return the time, all ranks' outcomes, and their processes."""
     with start_on_hosts(
         step_until_it_fails, hosts, store, how, culprit, **options
     ) as ranks:
@@ -169,7 +168,7 @@ def fail_on(hosts, how, culprit, store, act=lambda ranks: None, **options):
 
 
 def assert_trained(found):
-    """Check what `steps_of_both` has on each rank."""
+    """Check the results of `steps_of_both` on each rank."""
     first = found[0][0]
     n_parameters = len(list(Net().parameters()))
     for ours, theirs in found:

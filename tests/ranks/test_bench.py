@@ -27,7 +27,7 @@ def children():
 
 
 def test_the_table_has_every_contestant_and_the_command_leaves_nothing():
-    warm.run([sys.executable, "-c", ""])  # whose server is a child of this process
+    warm.run([sys.executable, "-c", ""])  # starts its server, a child of this process
     before = children()
     done = bench(*QUICK)
     assert done.returncode == 0, done.stderr

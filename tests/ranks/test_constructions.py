@@ -1,4 +1,4 @@
-"""A wrapper's construction that fails on one rank: all learn it, and may try again."""
+"""If a wrapper's construction fails on one rank, all ranks raise and may try again."""
 
 import contextlib
 import functools
@@ -22,8 +22,8 @@ from support.waiting import until
 from torch import nn
 
 WIDTH = 1500
-ROOM_BYTES = 1 << 20  # of 9 MB that a world of this model takes
-GROUP_SECONDS = 60.0  # of run_ranks
+ROOM_BYTES = 1 << 20  # a world of this model takes 9 MB
+GROUP_SECONDS = 60.0  # the group's timeout in run_ranks
 SOON_SECONDS = GROUP_SECONDS / 2
 HOSTS = [(1, 1), (2,), (2, 1)]
 
@@ -34,7 +34,7 @@ def place(rank, n_ranks):
 
 
 def timed(make):
-    """Return what wrapping and a step end with: an error's type and text, and when."""
+    """Wrap and take a step; return the error's type and message, and its time."""
     began = time.monotonic()
     try:
         paceline.DistributedDataParallel(make())(torch.ones(2, WIDTH)).sum().backward()
@@ -80,7 +80,7 @@ def interrupt_once_asleep():
 
 
 def interrupt_who_waits(rank, _, n_ranks):
-    """Press Ctrl-C on rank 0 while it waits for the others, who are late."""
+    """Press Ctrl-C on rank 0 while it waits for the others, which are late."""
     place(rank, n_ranks)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -118,7 +118,7 @@ def test_after_an_interrupted_construction_the_group_is_made_anew(n_ranks):
         assert third[0] == "", third
 
 
-LOST = [  # who is killed or stopped, where; by which store; the error, who is named
+LOST = [  # the victim, signal, place and store; the error, the rank that it names
     (0, signal.SIGKILL, "before", "tcp", "PeerError", 0),
     (0, signal.SIGKILL, "before", "an agent's", "PeerError", None),
     (0, signal.SIGKILL, "before", "a store", "PeerError", None),
@@ -130,14 +130,14 @@ LOST = [  # who is killed or stopped, where; by which store; the error, who is n
 
 
 def lose_one(rank, n_ranks, victim, number, where, store, port):
-    """Return what the other rank's construction ends with, and whom it names."""
+    """Return the error of the other rank's construction, and the rank that it names."""
     options = {"rank": rank, "world_size": n_ranks, "timeout": timedelta(seconds=2)}
     if store == "a store":
         options["store"] = dist.TCPStore("127.0.0.1", port, n_ranks, rank == 0)
     else:
         options["init_method"] = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", **options)
-    if store == "an agent's":  # as far as can be told later
+    if store == "an agent's":  # from now on it looks like one
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     pids = [None] * n_ranks
     dist.all_gather_object(pids, os.getpid())
@@ -148,7 +148,7 @@ def lose_one(rank, n_ranks, victim, number, where, store, port):
             end()
             return None
     try:
-        with contextlib.suppress(TypeError):  # the victim's, that goes on
+        with contextlib.suppress(TypeError):  # of the victim, which continues
             paceline.DistributedDataParallel(small())
     except paceline.PeerError as error:
         with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""GPUs of several hosts: NCCL adds up, and what ranks agree on goes over links.
+"""GPUs on several hosts: NCCL sums gradients, and links carry the ranks' agreements.
 
-Ranks that say they are on different hosts, on simulated CUDA and NCCL; one host is the
-least of them.  test_hosts.py has what holds for ranks on the CPU too.
+Ranks claim to be on one or several hosts, with simulated CUDA and NCCL.  test_hosts.py
+has the tests that hold for ranks on the CPU too.
 """
 
 import functools
@@ -27,12 +27,12 @@ run_on_gpus = functools.partial(run_on_hosts, device="gpu")
 
 
 def group_of(kind):
-    """Return the default group, or one that takes GPUs' tensors alone, as NCCL's."""
+    """Return the default group, or one that takes only GPU tensors, like NCCL's."""
     return None if kind == "gloo" else dist.new_group(backend="cuda:gloo")
 
 
 def n_collectives(kind, group):
-    """Return how many collectives a group has carried."""
+    """Return the number of collectives that a group has carried."""
     device = torch.device("cpu" if kind == "gloo" else "cuda")
     backend = (group or dist.group.WORLD)._get_backend(device)
     return int(backend._get_sequence_number_for_group())
@@ -67,22 +67,22 @@ def test_gpus_of_several_hosts_have_the_bits_of_those_of_one(n_ranks, store):
 
 
 def n_live():
-    """Return how many objects of the devices there are."""
+    """Return the number of live objects of the devices."""
     gc.collect()
-    fake_gpus.fake().fake_let_go()  # of threads that were left behind in NCCL
+    fake_gpus.fake().fake_let_go()  # releases threads that are stuck in NCCL
     return int(fake_gpus.fake().fake_live_objects())
 
 
 def lack_memory(rank, hosts, function):
     last = hosts.world_size - 1
-    steps(paceline.DistributedDataParallel(Net()), rank)  # opens what is opened once
+    steps(paceline.DistributedDataParallel(Net()), rank)  # opens what stays open
     before, files = n_live(), descriptors()
     dist.barrier()
     code = OUT_OF_MEMORY if function == "cuMemAlloc" else 1  # unhandled CUDA error
     if rank == last:
         for name in ("cuMemAlloc", "ncclMemAlloc") if code == 2 else (function,):
             fake_gpus.fake().fake_fail(name.encode(), 1, code)
-            if code == OUT_OF_MEMORY:  # and with torch's cache empty
+            if code == OUT_OF_MEMORY:  # also with torch's cache empty
                 fake_gpus.fake().fake_fail(name.encode(), 2, code)
     with pytest.raises((MemoryError, OSError, RuntimeError)) as caught:
         paceline.DistributedDataParallel(Net())
@@ -117,7 +117,7 @@ def die_before_the_device_is_done(rank, hosts):
     if rank == hosts.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        time.sleep(3.0)  # and so is told by rank 0, that cannot go on
+        time.sleep(3.0)  # so rank 0, which cannot continue, reports it
     told = []
     for _ in range(2):
         with pytest.raises(paceline.PeerError) as caught:
@@ -132,7 +132,7 @@ def test_a_rank_is_named_whose_end_lost_the_means_of_a_step(store):
         Hosts((2, 2)),
         store,
         device="gpu",
-        blocking=0,  # no host waits for its device
+        blocking=0,  # hosts do not wait for their devices
     ) as ranks:
         outcomes = ranks.wait()
     for outcome in outcomes[:3]:
@@ -143,7 +143,7 @@ def test_a_rank_is_named_whose_end_lost_the_means_of_a_step(store):
 
 
 def sleep_while_another_fails(rank, hosts):
-    """The host of rank 0 sleeps in the middle of a backward, its GPU waits."""
+    """In the middle of a backward, rank 0's host sleeps and its GPU waits."""
     model = paceline.DistributedDataParallel(Net())
     x = torch.ones(4, 20)
     model(x, True).sum().backward()

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a step of DataParallel leaves the next step right."""
+"""After Ctrl-C at any moment of a step of DataParallel, the next step is right."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""DataParallel in a notebook: cells that are run again, interrupted, and reloaded."""
+"""DataParallel in a notebook: run cells again, interrupt them, reload modules."""
 
 import pytest
 from support.kernel import MISSING, Kernel
@@ -60,20 +60,20 @@ def kernel(tmp_path):
 def test_a_notebook_may_define_again_interrupt_and_reload(kernel, tmp_path):
     assert kernel.run(BEGIN + NET + WRAP + "\ntotal(1)") == ""
 
-    # cells that are run again
+    # Run cells again.
     assert kernel.run("SCALE = 2\ntotal(2)") == ""
     again = "Net.forward = lambda self, x: self.linear(x) * (SCALE + 1)\ntotal(3)"
     assert kernel.run(again) == ""
     assert kernel.run(NET.replace("* SCALE", "* (SCALE + 3)") + "total(2)") == ""
     assert kernel.run(f"{WRAP}\ntotal(4)") == ""
 
-    # cells that are interrupted
+    # Interrupt cells.
     for where in ("forward", "backward"):
         cell = f"model.module.where = {where!r}\ntotal(4)"
         assert kernel.run(cell, interrupt_at="busy") == "KeyboardInterrupt"
         assert kernel.run("model.module.where = ''\ntotal(4)") == ""
 
-    # a module that is edited and reloaded
+    # Edit and reload a module.
     text = "SCALE = 3\n\ndef bend(x):\n    return x * SCALE\n"
     (tmp_path / "bending.py").write_text(text)
     assert kernel.run("sys.dont_write_bytecode = True\nimport importlib, bending") == ""

@@ -1,4 +1,4 @@
-"""A rank is killed, at any moment: every other rank says so at once, and cleans up."""
+"""If a rank is killed at any moment, every other rank raises at once and cleans up."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 PHASES = ("construction", "forward", "backward", "finish", "optimizer")
 MOST_STEPS = 3000
-NEVER = 3600.0  # the deadline: a rank that waits for it outlasts its run
-WORKER_SECONDS = 15.0  # torch's DataLoader workers look for their parent each 5 s
+NEVER = 3600.0  # the deadline: a rank that waits for it exceeds the run's timeout
+WORKER_SECONDS = 15.0  # torch's DataLoader workers check their parent every 5 s
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When which rank is killed."""
+    """A rank to kill, and when."""
 
     n_ranks: int
     victim: int
     rendezvous: Rendezvous
     phase: str
     step: int
-    delay: float  # seconds after the victim said that the phase begins
+    delay: float  # seconds after the victim reports the begin of the phase
 
 
 def draw_moments(n, seed):
@@ -56,7 +56,7 @@ def draw_moments(n, seed):
 
 
 class Net(torch.nn.Module):
-    """Some milliseconds of work a step, with gradients of both policies."""
+    """Some milliseconds of work per step, with gradients as views and as copies."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ class Net(torch.nn.Module):
 
 
 class Alarm:
-    """Tells the test when the phase begins in which this rank is to be killed."""
+    """Tells the test that the phase begins in which it will kill this rank."""
 
     def __init__(self, moment, rank):
         self._moment = moment
@@ -99,7 +99,7 @@ def make_loader():
 
 
 def start_workers(loader, is_victim):
-    """Start the workers, which take until now to note who their parent is."""
+    """Start the workers, and wait until they have recorded their parent."""
     for _ in loader:
         pass
     if is_victim:
@@ -123,10 +123,10 @@ def step_forever(model, loader, alarm):
 
 
 def watch_construction(alarm):
-    """Have the construction noticed from the moment on when the ranks have met.
+    """Report the begin of the construction once the ranks have met.
 
-    Before, nobody knows this rank but the process group, whose connections the
-    DataLoader's workers keep open for some seconds more.
+    Before that, only the process group knows this rank, and the DataLoader's workers
+    keep its connections open for some more seconds.
     """
     exchange = Meeting.exchange
 
@@ -142,7 +142,7 @@ def train_until_a_kill(rank, n_ranks, moment):
     loader = make_loader()
     alarm = Alarm(moment, rank)
     before = descriptors()
-    # Workers are forked before the world is made, or while it stands.
+    # Workers are forked before the world is made, or while it exists.
     if moment.phase == "construction":
         start_workers(loader, rank == moment.victim)
     dist.barrier()
@@ -167,7 +167,7 @@ def train_until_a_kill(rank, n_ranks, moment):
 
 
 def kill_at(moment):
-    """Have a rank killed, and check the others; return its DataLoader's workers."""
+    """Kill a rank and check the others; return its DataLoader's workers."""
     victim = moment.victim
     with start_ranks(
         train_until_a_kill,
@@ -181,7 +181,7 @@ def kill_at(moment):
         time.sleep(moment.delay)
         killed_at = ranks.kill(victim)
         outcomes = ranks.wait()
-        # A rank that dies after its construction is always named with its process.
+        # If a rank dies after its construction, errors always name its process.
         died = f"rank {victim} (process {ranks.pids[victim]}) died"
     assert outcomes[victim].exitcode == -9
     for rank, outcome in enumerate(outcomes):
@@ -193,7 +193,7 @@ def kill_at(moment):
         named = "" if moment.phase == "construction" else died
         assert words.startswith(f"PeerError: rank {rank}: {named}"), words
         assert f"rank {victim}" in words
-        # This process may have collected the victim before the rank looked.
+        # This process may have reaped the victim before the rank looked.
         assert facts in [(victim, None), (victim, signal.SIGKILL)], words
         assert left == []
     return workers

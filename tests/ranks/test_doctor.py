@@ -1,4 +1,4 @@
-"""``paceline doctor`` as a user runs it, on this machine and on broken settings."""
+"""``paceline doctor`` as a user runs it, on this machine and with broken settings."""
 
 import json
 import os
@@ -34,21 +34,21 @@ def start(*words, env=None, start=warm.Popen, **options):
 
 
 def doctor(*words, **options):
-    """Run it; return the exit status, standard output, and standard error."""
+    """Run the doctor; return its exit status, standard output and standard error."""
     with start(*words, **options) as process:
         output, errors = process.communicate(timeout=SECONDS)
     return process.returncode, output, errors
 
 
 def findings(**options):
-    """Run it with --json; return the findings by name."""
+    """Run the doctor with --json; return its findings by name."""
     status, output, errors = doctor("--json", **options)
     assert errors == ""
     return read(status, output)
 
 
 def read(status, output):
-    """Return the findings by name, and check the whole."""
+    """Check the output as a whole; return its findings by name."""
     report = json.loads(output)
     assert set(report) == {"version", "status", "verdict", "checks"}
     keys = {"name", "status", "found", "advice"}
@@ -67,7 +67,7 @@ def assert_said(finding, status, *words):
 
 
 def assert_well(found, *names):
-    """Check that nothing is wrong with these, so that what is said is not noise."""
+    """Check that these findings report no problem, so that others are not noise."""
     assert [name for name in names if found[name]["status"] == "problem"] == []
 
 
@@ -75,13 +75,13 @@ def children():
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
-# ---- as it should be ----------------------------------------------------------------
+# ---- a working machine --------------------------------------------------------------
 
 
 def test_text_and_json_say_the_same_and_nothing_is_left(tmp_path):
     cache = tmp_path / "cache"
     env = {"XDG_CACHE_HOME": str(cache), "HOME": str(tmp_path)}
-    warm.run([sys.executable, "-c", ""])  # whose server is a child of this process
+    warm.run([sys.executable, "-c", ""])  # starts its server, a child of this process
     before = children()
     found = findings(env=env, cwd=tmp_path, start=subprocess.Popen)
     status, output, errors = doctor(env=env, cwd=tmp_path)
@@ -204,7 +204,7 @@ def test_a_tiny_dev_shm_is_said():
         pytest.skip("there is no unshare")
     tried = subprocess.run([*command, mount], capture_output=True, text=True)
     if tried.returncode != 0:
-        pytest.skip(f"no mounts of one's own here: {tried.stderr.strip()}")
+        pytest.skip(f"cannot mount here: {tried.stderr.strip()}")
     ours = f"{sys.executable} -m paceline doctor --json"
     ended = subprocess.run(
         [*command, f"{mount} && {ours}"],
@@ -234,7 +234,7 @@ def test_an_instruction_set_that_is_unknown_is_said():
 
 
 def block(folder, name, line):
-    """Write a sitecustomize that has a module fail to be imported."""
+    """Write a sitecustomize with which the import of a module fails."""
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(
         f"""
@@ -281,7 +281,7 @@ def test_a_torch_that_crashes_does_not_take_the_doctor_along(tmp_path):
 
 @pytest.fixture
 def console_script(tmp_path):
-    """The script that an installer makes of the entry point."""
+    """Write the script that an installer makes from the entry point."""
     path = tmp_path / "bin/paceline"
     path.parent.mkdir()
     path.write_text(
@@ -317,7 +317,7 @@ def test_a_script_runs_by_the_command_and_by_the_module_alike(console_script, tm
     ):
         for words in ([], ["run"]):
             ended = run(*start, *words, "train.py", "-x", "run", cwd=tmp_path)
-            flag = int(start[0] != console_script)  # options of Python hold
+            flag = int(start[0] != console_script)  # the script has no option of Python
             assert ended.stdout == f"True ['train.py', '-x', 'run'] __main__ {flag}\n"
 
 

@@ -1,4 +1,4 @@
-"""Processes that end as scripts do, with all that they have made still there."""
+"""Processes that end as scripts do, while all of their objects are alive."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ dist.destroy_process_group()
 
 
 def test_ranks_end_well_behind_a_collective_of_torch(tmp_path):
-    for i in range(4):  # without the wait at the end about every second fails
+    for i in range(4):  # without the wait at exit, about every second one fails
         command = [sys.executable, "-c", SCRIPT]
         ranks = [
             warm.Popen(
@@ -37,7 +37,7 @@ def test_ranks_end_well_behind_a_collective_of_torch(tmp_path):
         ]
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], errors
-        # Gloo may say something; we and the interpreter do not.
+        # Gloo may print something; Paceline and the interpreter must not.
         assert not re.findall(r"(?i)paceline|traceback|warning", "".join(errors)), (
             errors
         )

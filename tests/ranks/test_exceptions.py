@@ -1,4 +1,4 @@
-"""A rank raises or leaves: the others name it, and say what it said."""
+"""If a rank raises or leaves, the others' errors name it and quote its message."""
 
 import json
 import os
@@ -20,7 +20,7 @@ CULPRIT = 1
 OWN_WORDS = ("these are the culprit's own words", "explode_as_asked")
 STEP_FAILED = ("rank {survivor}: the step of rank 1 failed", *OWN_WORDS)
 LEFT = ("rank 1 (process", "has left", "same number of steps")
-CASES = [  # how ranks are started, where the culprit fails, what its peers are told
+CASES = [  # how ranks are started, where one fails, the message of its peers
     ("fork", "late", STEP_FAILED),
     ("fork", "hook", STEP_FAILED),
     ("fork", "early", STEP_FAILED),
@@ -50,7 +50,7 @@ def test_peers_are_told_why_a_rank_has_left(launch, where, words, tmp_path):
     codes = [process.returncode for process in running]
     if launch != "script":
         assert codes == [0], output
-        # The last line: before it, Gloo of torch 2.8 tells of itself, all at once.
+        # Use the last line: before it, Gloo of torch 2.8 may print some lines.
         codes = json.loads(told[0][0].splitlines()[-1])
     assert codes == [0, int(where != "leave"), 0], output
     assert not (tmp_path / f"error.{CULPRIT}").exists()
@@ -101,7 +101,7 @@ def fail_while_one_is_stopped(rank, n_ranks):
     model = paceline.DistributedDataParallel(Net())
     model(torch.randn(4, 8)).sum().backward()
     if rank != 2:
-        time.sleep(0.6)  # rank 2 waits in its backward, and is stopped there
+        time.sleep(0.6)  # rank 2 waits in its backward and is stopped there
     tell("in the step that fails")
     model.module.where = "middle" if rank == CULPRIT else ""
     try:
@@ -118,7 +118,7 @@ def test_a_rank_that_was_stopped_is_told_the_cause_and_not_its_consequences():
         ranks.signal(2, signal.SIGSTOP)
         ranks.hear(0)
         ranks.hear(1)
-        time.sleep(0.5)  # rank 1 has raised, rank 0 was told, and both have left
+        time.sleep(0.5)  # rank 1 has raised, then rank 0, and both have left
         ranks.signal(2, signal.SIGCONT)
         first, second, third = values(ranks.wait())
     assert second[0] == "MemoryError"

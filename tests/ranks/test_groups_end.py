@@ -1,4 +1,4 @@
-"""Process groups that end before their wrappers, and groups that come after them."""
+"""Process groups that end before their wrappers, and new groups after them."""
 
 import gc
 import os
@@ -37,8 +37,8 @@ def end_the_group_first(rank, n_ranks):
     model = paceline.DistributedDataParallel(module)
     seen = [step(model, rank)]
     dist.destroy_process_group()
-    seen.append(step(model, rank))  # its world is still there
-    seen.append(step(module, rank))  # its hooks are, but this was no forward of its
+    seen.append(step(model, rank))  # its world still exists
+    seen.append(step(module, rank))  # it has hooks, but this was no wrapped forward
     del model
     gc.collect()
     seen.append(step(module, rank))
@@ -62,7 +62,7 @@ def start_again(rank, n_ranks, path):
         if number:
             dist.destroy_process_group()
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-            # A restart deals ranks out anew.
+            # A restart may assign ranks differently.
             meet(f"{path}{number}", n_ranks - 1 - rank, n_ranks)
         models.append(paceline.DistributedDataParallel(make(number)))
         grads.append(step(models[-1], rank))
@@ -77,11 +77,11 @@ def test_a_process_may_meet_its_peers_again_in_a_new_group(tmp_path):
 
 
 def meet_a_newcomer(rank, n_ranks, path):
-    """Rank 0 has wrapped models before; rank 1 is as good as new."""
+    """Rank 0 has wrapped models before; rank 1 is like a new process."""
     alone = [dist.new_group([r]) for r in range(n_ranks)][rank]
     if rank == 0:
         paceline.DistributedDataParallel(make(), process_group=alone)
-    dist.barrier()  # the other may be connecting still, and takes an end for a crash
+    dist.barrier()  # else the peer, still connecting, may take the end for a crash
     dist.destroy_process_group()
     meet(path, rank, n_ranks)
     return step(paceline.DistributedDataParallel(make()), rank)

@@ -1,4 +1,4 @@
-"""Ranks on several hosts: they train as on one, and learn of each other's failures."""
+"""Ranks on several hosts train as on one, and raise if a peer fails."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from support.ranks import values
 from support.threads import in_threads
 from torch import nn
 
-CUT_SECONDS = 8.0  # enough to make a wrapper on a loaded machine
+CUT_SECONDS = 8.0  # long enough to make a wrapper on a loaded machine
 
 
 def train(rank, hosts):
@@ -69,7 +69,7 @@ def test_ranks_of_several_hosts_train_as_with_torch_and_after_failures(n_ranks, 
     assert_trained(list(trained))
 
 
-# ---- what hosts may lack ------------------------------------------------------------
+# ---- resources that hosts may lack --------------------------------------------------
 
 
 def lack_links(rank, hosts, lack):
@@ -122,7 +122,7 @@ def test_hosts_without_links_train_by_the_group(device, n_ranks, lack, words, st
 
 # ---- failures -----------------------------------------------------------------------
 
-# The device, how which rank fails, and how many ranks each host has.
+# The device, how a rank fails, which one, and the number of ranks on each host.
 FAILURES = [
     ("cpu", how, *row)
     for how in ("kill", "raise", "backward", "fewer")
@@ -177,7 +177,7 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(store):
 
 
 class Step:
-    """A backward that no Python code is round, and whose exception C drops."""
+    """A backward called from C without Python code around it; C drops its exception."""
 
     def __init__(self, loss):
         self.loss = loss
@@ -202,7 +202,7 @@ def fail_unseen(rank, hosts, how, known):
         assert not hasattr(Step(loss), "gradients")
         until = time.monotonic() + NOTICED_SECONDS
         while not os.path.exists(known) and time.monotonic() < until:
-            time.sleep(0.01)  # and nothing handles another exception
+            time.sleep(0.01)  # while no other exception is handled
 
     model.module.norm.weight.register_hook(lack_an_attribute)
     if how == "in a thread":
@@ -245,7 +245,7 @@ def fail_while_others_wait_for_buffers(rank, _):
     x = torch.full((4, 20), 0.1 * rank)
     model(x, True).square().mean().backward()
     if rank == 2:
-        time.sleep(0.5)  # rank 0 awaits it in its forward; rank 1 is in its backward
+        time.sleep(0.5)  # rank 0 waits in its forward; rank 1 is in its backward
     with (
         failing(model) if rank == 1 else contextlib.nullcontext(),
         pytest.raises(OSError if rank == 1 else paceline.PeerError, match="no port"),
@@ -265,7 +265,7 @@ def test_a_step_that_failed_is_left_behind_by_a_new_wrapper_and_by_accumulation(
     body, n_ranks, store
 ):
     first, *others = run_on_hosts(body, Hosts(n_ranks), store)
-    for other in others:  # buffers are each rank's own
+    for other in others:  # each rank has its own buffers
         pairs = zip(first, other, strict=True)
         assert all(torch.equal(a, b) for a, b in pairs if a.dim() > 1)
 

@@ -1,4 +1,4 @@
-"""`paceline.init()` in processes that have what each launcher sets."""
+"""`paceline.init()` in processes with the environment of each launcher."""
 
 import json
 import os
@@ -25,13 +25,13 @@ ENV = {
 }
 ENV["OMP_NUM_THREADS"] = "1"
 
-# Somebody else's port, and what test_install_children.py says of torch: tried again.
+# Try again if a port is in use, or if torch aborts: see test_install_children.py.
 AGAIN = ("EADDRINUSE", "terminate called without an active exception")
 TRIES = 5
 
 
 def free_port():
-    """Return a free port among those that `paceline.init()` derives from a job."""
+    """Return a free port among those that `paceline.init()` derives from jobs."""
     while True:
         port = random.randrange(12000, 32000)
         with socket.socket() as probe:
@@ -43,9 +43,9 @@ def free_port():
 
 
 def run_jobs(commands, *, is_real=False):
-    """Return what processes report, by rank, and what they print besides.
+    """Run processes; return their reports, by rank, and what else they print.
 
-    `commands` makes them from a free port.
+    `commands` makes their commands from a free port.
     """
     for _ in range(TRIES):
         codes, out, err = run(commands(free_port()), is_real)
@@ -57,7 +57,7 @@ def run_jobs(commands, *, is_real=False):
 
 
 def run(commands, is_real=False):
-    """Run commands side by side."""
+    """Run commands concurrently."""
     start = subprocess.Popen if is_real else warm.Popen
     running = [
         start(
@@ -79,14 +79,14 @@ def run(commands, is_real=False):
 
 
 def run_ranks_with(variables):
-    """Start two ranks with variables made from the rank and a free port."""
+    """Start two ranks; `variables` makes their environment from rank and free port."""
     return run_jobs(
         lambda port: [([sys.executable, JOB], variables(rank, port)) for rank in (0, 1)]
     )
 
 
 def check_world(reports, err, launcher, n_hosts=1):
-    """Check that all ranks are in one world, and average their gradients."""
+    """Check that all ranks are in one world and average their gradients."""
     size = len(reports)
     mean = sum(range(size)) / size
     assert [report["rank"] for report in reports] == list(range(size))
@@ -118,7 +118,7 @@ def test_torchrun_makes_a_world():
     assert local_ranks(reports) == [0, 1]
 
 
-# ---- what each launcher sets, in ranks that this process starts ---------------------
+# ---- the environment of each launcher, in ranks that this process starts ------------
 
 
 WORDS = {
@@ -135,7 +135,7 @@ WORDS = {
         MPI_LOCALNRANKS=2 MPI_LOCALRANKID={rank} PMI_RANK={rank} PMI_SIZE=2
         MASTER_PORT={port}
     """,
-    # What a user sets; no launcher says the local rank, so it is counted.
+    # A user's settings.  Without a launcher's local rank, init() counts it.
     "environment": """
         RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}
     """,
@@ -143,7 +143,7 @@ WORDS = {
 
 
 def variables_of(launcher, rank, port):
-    """Return what a launcher sets for a rank."""
+    """Return the variables that a launcher sets for a rank."""
     words = WORDS[launcher].format(rank=rank, port=port, job=port - 12000)
     return dict(word.split("=") for word in words.split())
 

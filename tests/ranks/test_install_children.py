@@ -1,4 +1,4 @@
-"""``python -m paceline`` is ``python``; and the processes of a program are reached."""
+"""``python -m paceline`` acts like ``python``, and also reaches child processes."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 from support.prints import without_gloo
 
 SECONDS = 120
-# Whether the import of torch is hooked: a question that costs no import of torch.
+# Print whether the import of torch is hooked, without importing torch.
 WATCHED = (
     "import sys; "
     "print(any(hasattr(f, 'is_paceline_import_hook') for f in sys.meta_path))"
@@ -24,7 +24,7 @@ WATCHED = (
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder to be in, and the environment of a user."""
+    """Provide a current folder and a user's environment."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return tmp_path
@@ -37,7 +37,7 @@ def write(path, text):
 
 
 def python(*words, **options):
-    """Run Python with some words; return the exit code, and what it printed."""
+    """Run Python with arguments; return its exit code and its output."""
     options = {"capture_output": True, "text": True, "timeout": SECONDS, **options}
     return subprocess.run([sys.executable, *map(str, words)], **options)
 
@@ -125,7 +125,7 @@ def test_a_program_may_come_through_a_pipe(here, words):
 
 
 def compare(*words, before=()):
-    """Run a program by Python and by ours: codes and what they print are the same."""
+    """Run a program with Python and with Paceline; compare exit codes and output."""
     expected, found = python(*before, *words), python(*before, "-m", "paceline", *words)
     assert found.returncode == expected.returncode
     assert (found.stdout, found.stderr) == (expected.stdout, expected.stderr)
@@ -211,7 +211,7 @@ def test_what_would_not_reach_the_program_is_refused(here, monkeypatch):
     (here / "paceline").symlink_to(Path(paceline.__file__).parent)
     refused(ours("-c", "print('ran')"), "found in the current folder")
     (here / "paceline").unlink()
-    # As a parent leaves it that has taken back half of what reached its children.
+    # Like the environment of a parent that has undone half of its changes to it.
     startup = Path(paceline.__file__).parent / "_install/startup"
     monkeypatch.setenv("PYTHONPATH", str(startup))
     monkeypatch.delenv("PACELINE_INSTALL", raising=False)
@@ -308,7 +308,7 @@ paceline.uninstall()
 {WATCHED}
 subprocess.run([sys.executable, "-c", {WATCHED!r}])
 """
-# What another environment looks like: torch is there, paceline cannot be imported.
+# A different environment: it has torch, but paceline cannot be imported.
 ELSEWHERE = """
 import sys
 sys.path.insert(0, "other")
@@ -321,12 +321,12 @@ def test_children_are_reached_as_far_as_they_can_be(here):
     write(here / "other/torch/__init__.py", "")
     write(here / "other/paceline/__init__.py", "raise ImportError('another Python')")
     rows = [
-        (["-c", OURS_LOADED], ["[]"]),  # it needs no torch
+        (["-c", OURS_LOADED], ["[]"]),  # it does not need torch
         (["-I", "-c", WATCHED], ["False"]),
         (["-E", "-c", WATCHED], ["False"]),
         (["-S", "-c", WATCHED], ["False"]),
         (["-B", "-c", WATCHED], ["True"]),
-        (["-uc", UNDONE], ["False", "False"]),  # for itself and its children
+        (["-uc", UNDONE], ["False", "False"]),  # in itself and its children
         (["-c", ELSEWHERE.replace("other", str(here / "other"))], ["True"]),
     ]
     children = [words for words, _ in rows]
@@ -358,7 +358,7 @@ def test_replicas_of_ours_work_in_a_reached_child(here):
     assert result.stderr == ""
 
 
-# ---- the sitecustomize of others ----------------------------------------------------
+# ---- other modules called sitecustomize ---------------------------------------------
 
 SITES = {
     "none": None,
@@ -393,7 +393,7 @@ except Exception as error:
         found = python("-c", code)
         who = python("-c", WATCHED)
     assert found.stdout == expected.stdout
-    # Where Python shows any, with the marks of Python 3.13 under it.
+    # If Python shows a frame; Python 3.13 marks the call in a line below.
     frame = r'  File ".*/startup/sitecustomize.py".*\n.*\n(?: *[~^]+\n)?'
     assert re.sub(frame, "", found.stderr) == expected.stderr
     assert found.returncode == expected.returncode == int(kind == "leaving")
@@ -402,7 +402,7 @@ except Exception as error:
 
 
 def paceline_for_children():
-    """Install, for the sake of children; this process holds torch's own."""
+    """Install only for children; this process keeps torch's classes."""
     import warnings
 
     with warnings.catch_warnings():
@@ -441,8 +441,8 @@ dist.destroy_process_group()
 """
 
 
-# Gloo's threads outlive their group, and now and then torch aborts a process that ends
-# among them, with paceline or without: such a run tells nothing.
+# Gloo's threads outlive their group.  If a process ends while they run, torch sometimes
+# aborts it, with or without paceline.  Such a run is inconclusive.
 TORCH_ABORTS = "terminate called without an active exception"
 TRIES = 5
 
@@ -481,8 +481,8 @@ def test_an_interrupt_from_outside_ends_it_as_python(here):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=SECONDS)
         codes.append(process.returncode)
-        # It stands in its second or third line when the signal arrives; Python 3.13
-        # marks the call under it.
+        # The program is in its second or third line when the signal arrives; Python
+        # 3.13 marks the call in a line below.
         assert re.fullmatch(
             r'Traceback .*\n  File ".*/train.py", line [23].*\n'
             r"(?: {4}.*\n){1,2}KeyboardInterrupt\n",

@@ -1,8 +1,8 @@
-"""Ctrl-C in a backward: all ranks have the averages, or none has, or the world ends.
+"""After Ctrl-C in a backward, all ranks have the averages, or none, or the world ends.
 
 One rank of two is interrupted in turn at every Python function that begins while the
-autograd engine runs: there, and nowhere else in a backward, Python raises what a signal
-has left behind.
+autograd engine runs.  Only there, within a backward, does Python raise the exception of
+a pending signal.
 """
 
 import sys
@@ -16,11 +16,11 @@ from support.ranks import run_ranks, values
 from torch import nn
 from torch.nn import functional
 
-MOST_CALLS = 60  # of Python functions in one backward; the tests see that it suffices
+MOST_CALLS = 60  # of Python functions in one backward; tests check that it is enough
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at the n-th Python function of a backward."""
+    """Raises KeyboardInterrupt in the n-th Python function of a backward."""
 
     def __init__(self, n):
         self.n = n
@@ -28,7 +28,7 @@ class Interrupts:
         self._is_in_engine = False
 
     def begin(self, _):
-        """Hook of an output: the engine runs."""
+        """Start counting; a hook of an output, which runs when the engine does."""
         self._is_in_engine = True
 
     def _profile(self, frame, event, _):
@@ -49,7 +49,7 @@ class Interrupts:
 
 
 class Table(nn.Module):
-    """An embedding whose gradient is sparse, be it said by the module or not."""
+    """An embedding with a sparse gradient, declared by the module or not."""
 
     def __init__(self, is_declared):
         super().__init__()
@@ -90,12 +90,12 @@ OVER = ("wrap the model anew", "no longer be in the same order")
 
 
 def train_interrupted(rank, n_ranks, kind, way):
-    """Take steps, each interrupted later, until one is not; say what happened."""
+    """Interrupt each step later than the one before, until one completes; report."""
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(MODELS[kind]())
     if way == "hook":
         model.register_comm_hook(None, mean_by_group)
-    group = dist.new_group()  # an interrupted hook leaves the default one out of step
+    group = dist.new_group()  # an interrupted hook leaves the default one out of sync
     told = {"interrupted": [], "over": False, "same": []}
     for n in range(1, MOST_CALLS):
         interrupts = Interrupts(n if rank == 1 else 0)
@@ -112,7 +112,7 @@ def train_interrupted(rank, n_ranks, kind, way):
         mine = words, [values_of(p) for p in model.parameters()]
         both = [None, None]
         dist.all_gather_object(both, mine, group)
-        # Where rank 0 has the averages, so has rank 1, whatever its backward raised.
+        # If rank 0 has the averages, rank 1 must, whatever its backward raised.
         told["same"].append(bool(both[0][0]) or both[0][1] == both[1][1])
         told["over"] = any(over in words for words, _ in both for over in OVER)
         if told["over"]:

@@ -1,4 +1,4 @@
-"""`paceline.launch()`: results, failures, prints, and that nothing is left."""
+"""`paceline.launch()`: results, failures, prints, and leaks."""
 
 import ctypes
 import functools
@@ -31,8 +31,8 @@ OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 LONG_SECONDS = 60.0
 
 
-# Functions of this module are sent by reference, and ranks import the module; functions
-# inside tests are sent by value, as those of a cell.
+# Functions of this module are pickled by reference, and ranks import the module.
+# Functions inside tests are pickled by value, like those of a notebook's cell.
 
 
 def rank_and(*values, **more):
@@ -72,7 +72,7 @@ def test_ranks_have_joined_a_world_and_know_it():
 
 
 def test_a_rank_resembles_its_caller(monkeypatch):
-    monkeypatch.setenv("OMP_PROC_BIND", "true")  # to the same cores on all ranks
+    monkeypatch.setenv("OMP_PROC_BIND", "true")  # would bind ranks to equal cores
 
     def look():
         names = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "HOME")
@@ -201,7 +201,7 @@ def test_the_rank_that_raised_is_named_with_its_own_exception():
         assert text.startswith(f"rank 1 of 2 raised {type(error).__name__}.\nOriginal ")
         assert f'File "{__file__}", line ' in text
         assert "in fail" in text
-        assert "/_launch/" not in text  # our own frames
+        assert "/_launch/" not in text  # no frames of Paceline
 
 
 def test_an_exception_that_cannot_come_here_is_told_by_its_traceback():
@@ -257,7 +257,7 @@ def test_the_end_of_a_rank_is_told(call, words):
 def test_an_interpreter_that_does_not_start_leaves_nothing(
     monkeypatch, path, kind, words
 ):
-    monkeypatch.setattr(processes, "subprocess", subprocess)  # no server of forks
+    monkeypatch.setattr(processes, "subprocess", subprocess)  # without the fork server
     monkeypatch.setattr(processes.spawn, "get_executable", lambda: path)
     before = holdings()
     with pytest.raises(kind, match=words):
@@ -288,7 +288,7 @@ def test_a_rank_that_is_killed_is_named_and_not_who_noticed(how):
 
 
 def outcomes(*given):
-    """Return a `wait` that gives these one after the other, and then has waited."""
+    """Return a `wait` that returns the given values in turn, then None."""
     left = list(given)
     waited = []
 
@@ -339,7 +339,7 @@ def test_a_failure_ends_the_other_ranks_and_their_children(tmp_path):
     assert wait_until_gone(pids, LONG_SECONDS) == []
 
 
-# ---- what cannot travel, and wrong arguments ----------------------------------------
+# ---- objects that do not pickle, and wrong arguments --------------------------------
 
 
 class Holder:
@@ -429,7 +429,7 @@ def test_a_timeout_is_that_of_the_group():
     assert paceline.launch(seconds, 1, timeout=timedelta(minutes=2)) == [120.0]
 
 
-# ---- where it is called -------------------------------------------------------------
+# ---- places of the call -------------------------------------------------------------
 
 
 def test_a_rank_cannot_launch_others():
@@ -445,7 +445,7 @@ def test_threads_may_launch_side_by_side():
 
 def test_variables_of_another_launcher_do_not_reach_ranks(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("RANK", "7")  # half-set
+    monkeypatch.setenv("RANK", "7")  # without the other variables
 
     def find():
         return os.environ["RANK"], dist.is_torchelastic_launched()
@@ -516,7 +516,7 @@ def test_a_progress_bar_of_the_first_rank_moves(capsys):
     os.close(read)
 
 
-# ---- nothing is left ----------------------------------------------------------------
+# ---- leaks --------------------------------------------------------------------------
 
 
 def fail_on(rank):
@@ -533,7 +533,7 @@ def test_nothing_is_left_of_launches_that_return_and_that_fail():
         try:
             (port, _) = paceline.launch(fail_on, 2, rank)
         except paceline.RankError as error:
-            errors.append(error)  # its frames live on
+            errors.append(error)  # keeps its frames alive
             continue
         with pytest.raises(ConnectionRefusedError), socket.socket() as probe:
             probe.connect(("127.0.0.1", int(port)))

@@ -1,4 +1,4 @@
-"""`paceline.launch()` in scripts and notebooks: how their ranks begin and end."""
+"""`paceline.launch()` in scripts and notebooks: begin and end of its ranks."""
 
 import os
 import signal
@@ -16,9 +16,9 @@ JOB = Path(__file__).parent / "jobs" / "launching.py"
 
 
 class Script:
-    """launching.py, in a session of its own.
+    """launching.py, in a new session.
 
-    One is started as users start it, with its ranks; the others are forked.
+    One such script and its ranks start as a user's do; the others are forked.
     """
 
     def __init__(self, how):
@@ -28,20 +28,20 @@ class Script:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            bufsize=0,  # what readline() kept for itself, communicate() would not see
+            bufsize=0,  # else readline() may buffer data that communicate() misses
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self.pids = []
 
     def read_pids(self):
-        """Wait until both ranks run."""
+        """Wait until both ranks run; read their process ids."""
         while len(self.pids) < 2:
             _, _, pids = self.read("pid").partition("pid")
             self.pids += map(int, pids.split())
 
     def read(self, word):
-        """Return the next line with a word."""
+        """Return the next line that contains a word."""
         assert self.process.stdout is not None
         while line := self.process.stdout.readline().decode():
             if word in line:
@@ -49,7 +49,7 @@ class Script:
         pytest.fail(self.process.communicate()[1].decode())
 
     def go_on(self):
-        """Let the script do what it was started for."""
+        """Let the script continue."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
 
@@ -59,7 +59,7 @@ class Script:
         return self.process.returncode, lines, err.decode()
 
     def clean_up(self):
-        """Kill what a test that failed has left."""
+        """Kill processes that a failed test has left."""
         for pid in [self.process.pid, *self.pids]:
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_ranks_end_with_their_caller_though_its_forked_child_lives(script):
     child = int(script.read("forked").split()[-1])
     kinds = [os.readlink(path) for path in Path(f"/proc/{child}/fd").iterdir()]
     assert not [kind for kind in kinds if "pidfd" in kind or "memfd" in kind]
-    assert all(map(is_running, script.pids))  # though the child has closed its own
+    assert all(map(is_running, script.pids))  # though the child closed its pipes
     script.process.kill()
     gone = wait_until_gone(script.pids, SECONDS)
     assert is_running(child)

@@ -1,4 +1,4 @@
-"""What a wrapper leaves behind: hooks, descriptors, memory, children."""
+"""The end of a wrapper: hooks, descriptors, memory, children."""
 
 import atexit
 import gc
@@ -41,7 +41,7 @@ def n_descriptors():
 
 def wrap_again_and_again(rank, n_ranks):
     module = make_module()
-    step(paceline.DistributedDataParallel(module), rank)  # torch's lazy descriptors
+    step(paceline.DistributedDataParallel(module), rank)  # torch opens descriptors
     gc.collect()
     before, hooks = n_descriptors(), []
     for _ in range(N_CYCLES):
@@ -50,7 +50,7 @@ def wrap_again_and_again(rank, n_ranks):
         hooks.append(n_hooks(module))
         del model
         hooks.append(n_hooks(module))
-        step(module, rank)  # the bare module trains on
+        step(module, rank)  # the bare module can still train
     module.zero_grad()
     return {"hooks": hooks, "more": n_descriptors() - before, "maps": shared_mappings()}
 
@@ -62,11 +62,11 @@ def test_wrapping_again_leaves_one_set_of_hooks_and_nothing_else():
         assert value["maps"] == []
 
 
-# ---- ranks that do something alone ---------------------------------------------------
+# ---- actions of single ranks ---------------------------------------------------------
 
 
 def fork_children(rank, n_ranks):
-    """Fork a child for each way of its end; return how they and this rank fare."""
+    """Fork a child for each kind of end; return the results of them and this rank."""
     held = [paceline.DistributedDataParallel(make_module())]
     step(held[0], rank)
     before = n_descriptors()
@@ -113,7 +113,7 @@ def collect(held):
     gradients = [p.grad.clone() for p in parameters]
     held.clear()
     gc.collect()
-    # New memory of the child's fills what the world left unmapped.
+    # The child's new memory fills the addresses that the world left unmapped.
     kept = [torch.full((1 << 15,), 3.0) for _ in range(200)]
     pairs = zip(parameters, gradients, strict=True)
     assert all(torch.equal(p.grad, grad) for p, grad in pairs)
@@ -126,7 +126,7 @@ ENDS = [evaluate, use_the_wrapper, write_gradients, train_the_bare_model, collec
 
 
 def run_child(held, end):
-    """Do in a forked child what an ordinary child does; never return."""
+    """Act as an ordinary forked child; never return."""
     code = 3
     try:
         end(held)
@@ -145,10 +145,10 @@ def test_forked_children_leave_their_rank_and_its_gradients_alone():
 
 
 def train_with_workers(rank, n_ranks, start):
-    # Made before and after the wrapper; their processes end in the middle of training.
+    # Loaders before and after the wrapper, whose processes end while it trains.
     data = TensorDataset(torch.arange(256.0).reshape(32, 8))
     model = paceline.DistributedDataParallel(make_module())
-    n_workers = 1 if start == "spawn" else 2  # each imports torch anew
+    n_workers = 1 if start == "spawn" else 2  # each one imports torch
     loader = DataLoader(
         data, batch_size=8, num_workers=n_workers, multiprocessing_context=start
     )

@@ -1,4 +1,4 @@
-"""Training goes on where ranks and hosts have been killed: the example, for real."""
+"""Training resumes after ranks and hosts were killed: tests of the example."""
 
 import json
 import os
@@ -20,16 +20,16 @@ ENV = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 ENV_OF_HOST = dict(
     ENV,
     GLOO_SOCKET_IFNAME=INTERFACE,
-    # Else a torchrun that joins waits for an address that was written before it came.
+    # Else a joining torchrun waits for an address that was published before it joined.
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
 )
 SECONDS = 240
 N_STEPS = 400
-JOIN_SECONDS = 20.0  # until a torchrun that starts has been seen by another
+JOIN_SECONDS = 20.0  # until another torchrun has noticed a new one
 
 
 class Training:
-    """The example under torchrun, with files of its own."""
+    """The example under torchrun, with separate files."""
 
     def __init__(self, folder, *options):
         folder.mkdir()
@@ -39,7 +39,7 @@ class Training:
 
     @contextmanager
     def launched(self, namespace="", *options):
-        """Start torchrun, on that host; it and its ranks are gone at the end."""
+        """Start torchrun on a host; at the end of the context, it and its ranks end."""
         command = [sys.executable, "-m", "torch.distributed.run", *self.options]
         command += options
         command += [str(SCRIPT), "--checkpoint", str(self.checkpoint)]
@@ -63,14 +63,14 @@ class Training:
                     end(pid)
 
     def run(self):
-        """Run it to its end; return what it said."""
+        """Run the training to its end; return its output."""
         with self.launched() as process:
             said, _ = process.communicate(timeout=SECONDS)
             assert process.returncode == 0, said
         return said
 
     def losses(self):
-        """Return the loss of each step, as it was computed last."""
+        """Return the last computed loss of each step."""
         if not self.losses_file.exists():
             return {}
         lines = self.losses_file.read_text().splitlines(keepends=True)
@@ -78,7 +78,7 @@ class Training:
         return {row["step"]: row["loss"] for row in rows}
 
     def await_step(self, step, process):
-        """Return when the step is done."""
+        """Wait until the step is done."""
         until = time.monotonic() + SECONDS
         while step not in self.losses():
             assert time.monotonic() < until
@@ -93,7 +93,7 @@ class Training:
 
 
 def ranks_of(agent):
-    """Return the processes that a torchrun has started, in the order of their ranks."""
+    """Return the processes that a torchrun has started, in order of their ranks."""
     try:
         text = Path(f"/proc/{agent}/task/{agent}/children").read_text()
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def end(pid):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return a training with two ranks that nothing has disturbed."""
+    """Return a training on two ranks without failures."""
     folder = tmp_path_factory.mktemp("unbroken") / "run"
     training = Training(folder, "--standalone", "--nproc-per-node", "2")
     training.run()
@@ -142,7 +142,7 @@ def test_training_goes_on_after_killed_ranks_as_if_nothing_had_happened(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.hand  # torchrun waits half a minute for hosts that may still come
+@pytest.mark.hand  # torchrun waits half a minute for more hosts
 def test_training_goes_on_where_a_host_is_killed_and_another_joins(unbroken, tmp_path):
     network, hosts = make_network((1, 1))
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5"]
@@ -163,7 +163,7 @@ def test_training_goes_on_where_a_host_is_killed_and_another_joins(unbroken, tmp
                     end(pid)
             broken.await_step(275, first)
             (alone,) = ranks_of(first.pid)
-            os.kill(alone, signal.SIGSTOP)  # it would be done before another has come
+            os.kill(alone, signal.SIGSTOP)  # else it would finish before another joins
             with broken.launched(*second_way):
                 time.sleep(JOIN_SECONDS)
                 os.kill(alone, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What a script has round the wrapper, on ranks: batches, means, prints and logs."""
+"""Other parts of a script, on ranks: batches, means, prints and logs."""
 
 import itertools
 import logging
@@ -12,7 +12,7 @@ from paceline.data import BatchSampler
 from support.ranks import run_ranks, values
 from torch.utils.data import DataLoader, TensorDataset
 
-N_ROWS, BATCH = 20, 6  # the last batch has 2 rows, which 3 ranks join to the one before
+N_ROWS, BATCH = 20, 6  # 3 ranks join the last batch, of 2 rows, to the one before
 
 
 def train(world_size, is_scaled=True):
@@ -50,7 +50,7 @@ def train_on_ranks(rank, n_ranks):
 def test_a_training_with_the_scale_is_that_of_one_process():
     losses, parameters = train(1)
     for scaled, plain in values(run_ranks(train_on_ranks, 3)):
-        # Not to the bit: three means are added up in place of one.
+        # Not the same bits: this sums three means instead of one.
         torch.testing.assert_close(scaled, (losses, parameters), rtol=1e-12, atol=0)
         assert not torch.allclose(plain[1][0], parameters[0], rtol=1e-3)
 
@@ -58,7 +58,7 @@ def test_a_training_with_the_scale_is_that_of_one_process():
 # ---- mean ----------------------------------------------------------------------------
 
 ONES = torch.ones(2)
-MEANS = [  # what ranks 0 and 1 give, and get
+MEANS = [  # the values of ranks 0 and 1, and their mean
     (1, 2, 1.5),
     (True, 0.5, 0.75),
     (torch.tensor([1, 2]), torch.tensor([2, 4]), torch.tensor([1.5, 3.0])),
@@ -68,7 +68,7 @@ MEANS = [  # what ranks 0 and 1 give, and get
     ({"a": 1, 3: ONES}, {3: ONES, "a": 2}, {"a": 1.5, 3: ONES}),
     ({}, {}, {}),
 ]
-DIFFERENCES = [  # what ranks 0 and 1 give, the error of rank 0, that of rank 1
+DIFFERENCES = [  # the values of ranks 0 and 1, the error of rank 0, that of rank 1
     (torch.ones(2), torch.ones(3), r"Mismatch.*\(2,\) where rank 1 has .*\(3,\)", None),
     (torch.ones(2), torch.ones(2).double(), "Mismatch.*float32.*where.*float64", None),
     (1, torch.tensor(1), "Mismatch.*0 has a number where rank 1 .*torch.int64", None),
@@ -97,7 +97,7 @@ def take_means(rank, n_ranks):
         errors.append((f"{caught.typename}: {caught.value}", fault))
     if rank == 0:
         with pytest.raises(paceline.PeerTimeoutError, match="equally often"):
-            paceline.mean(1)  # rank 1 does not
+            paceline.mean(1)  # rank 1 does not call it
     return found, errors, world.is_main
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are slow, stopped, interrupted, or done before the others."""
+"""Ranks that are slow, stopped, interrupted, or finish before the others."""
 
 import signal
 import time
@@ -13,7 +13,7 @@ from support.ranks import start_ranks, tell, values
 from support.waiting import until
 
 DEADLINE = 1.5
-SLACK_SECONDS = 20.0  # on a loaded machine
+SLACK_SECONDS = 20.0  # for a loaded machine
 ENV = {"PACELINE_TIMEOUT": str(DEADLINE)}
 
 
@@ -27,7 +27,7 @@ def step(model):
 
 
 def end_of(body):
-    """Return how work ends: an error's kind and words, and when; tell the test."""
+    """Run `body`; return its error's type and message, and the time; tell the test."""
     kind = words = ""
     try:
         body()
@@ -39,7 +39,7 @@ def end_of(body):
 
 
 def train_until_told(rank, n_ranks, file):
-    """Train until there is a file; all ranks take the same number of steps."""
+    """Train until a file exists; all ranks take the same number of steps."""
     model = make_model()
     group = dist.new_group()
     n_steps = 0
@@ -109,7 +109,7 @@ def test_an_interrupt_ends_a_wait_before_the_other_rank_comes(tmp_path):
         wait_for_an_interrupt, 2, file, group_timeout=20.0, timeout=60.0
     ) as ranks:
         assert ranks.hear(0) == "about to wait"
-        until(lambda: is_asleep(ranks.pids[0]), 5.0)  # or it polls: a busy machine
+        until(lambda: is_asleep(ranks.pids[0]), 5.0)  # on a busy machine it may poll
         begin = ranks.signal(0, signal.SIGINT)
         assert ranks.hear(0) == "ended"
         file.touch()

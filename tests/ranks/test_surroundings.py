@@ -1,4 +1,4 @@
-"""What the operating system may withhold: pidfds, /proc, shared memory, descriptors."""
+"""Training without pidfds, /proc, shared memory, or enough descriptors."""
 
 import errno
 import gc
@@ -37,7 +37,7 @@ def inputs(rank, step):
 
 
 def train(model, rank, n_ranks, steps=2):
-    """Check each step's gradients against the plain module's, of all ranks' data."""
+    """Compare each step's gradients with the plain module's for all ranks' data."""
     plain = module()
     for step in range(steps):
         model.zero_grad()
@@ -50,7 +50,7 @@ def train(model, rank, n_ranks, steps=2):
 
 
 def log_lines():
-    """Return the list that Paceline's log goes to from now on."""
+    """Return a list that receives Paceline's log from now on."""
     lines = []
 
     class Keeper(logging.Handler):
@@ -62,7 +62,7 @@ def log_lines():
 
 
 def train_without(rank, n_ranks, take, whose):
-    """Train where `take` has withheld something from rank `whose`, or from all."""
+    """Train after `take` has withheld a resource from rank `whose`, or from all."""
     lines = log_lines()
     if whose in (rank, None):
         give_back = take(rank)
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_is_named_where_there_are_no_pidfds(take, is_wrapped):
 
 
 class changed_host:
-    """Has a rank describe itself otherwise than it is."""
+    """Makes a rank describe its host differently from what it is."""
 
     def __init__(self, **fields):
         self.fields = fields
@@ -177,7 +177,7 @@ def no_large_files(rank):
 
 
 def lowest_descriptor():
-    """Return the first that is free."""
+    """Return the lowest free descriptor."""
     lowest = os.dup(0)
     os.close(lowest)
     return lowest
@@ -205,7 +205,7 @@ def test_a_soft_limit_of_open_files_is_raised_as_the_world_needs():
 
 
 def few_descriptors_unseen(rank):
-    """Have too few to meet four ranks, which is found too late."""
+    """Leave too few descriptors to meet four ranks, which is found too late."""
     open_files.make_room = lambda n_more: None
     few_descriptors(rank)
 
@@ -245,7 +245,7 @@ SOCKETS = "): they talk by sockets between them"
 def test_ranks_that_share_no_memory_train_by_other_ways(
     n_ranks, take, whose, words, end
 ):
-    # A FileStore of torch's opens its file for each word.
+    # A FileStore of torch opens its file for each operation.
     outcomes = values(run_ranks(train_without, n_ranks, take, whose, rendezvous="tcp"))
     assert all(is_without for is_without, _ in outcomes)
     (line,) = outcomes[0][1]

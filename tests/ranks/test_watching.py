@@ -1,4 +1,4 @@
-"""``paceline top`` and ``paceline trace`` beside real jobs, which do not notice."""
+"""``paceline top`` and ``paceline trace`` beside real jobs, without affecting them."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def command(*words, folder):
 
 
 def run(*words, folder):
-    """Run a command of ours; return exit status, standard output, standard error."""
+    """Run a paceline command; return its exit status, standard output and error."""
     line, env = command(*words, folder=folder)
     done = subprocess.run(
         line, env=env, capture_output=True, text=True, timeout=SECONDS
@@ -75,7 +75,7 @@ def files(folder):
 
 @pytest.fixture
 def job(tmp_path):
-    """Two ranks that train, and the folder in which they record."""
+    """Provide two ranks that train, and the folder in which they record."""
     folder = tmp_path / "shm"
     folder.mkdir()
     env = {"PACELINE_RECORDER": str(folder)}
@@ -86,7 +86,7 @@ def job(tmp_path):
 
 
 def stop(ranks, folder):
-    """Have the ranks end; return what each has returned."""
+    """Stop the ranks; return their values."""
     (folder / "stop").touch()
     outcomes = ranks.wait()
     assert all(outcome.is_ok for outcome in outcomes), outcomes
@@ -109,7 +109,7 @@ def test_top_shows_each_rank_of_a_running_job(job):
         assert 0 <= row["reducing"] <= 1
         assert 0 <= row["waiting"] <= 1
         assert row["rss_bytes"] > 1 << 20
-    assert "1" in found["rows"][0]["awaited"]  # it sleeps in every step
+    assert "1" in found["rows"][0]["awaited"]  # rank 1 sleeps in every step
     by_pid = top(folder, "--pid", str(ranks.pids[1]))["jobs"]
     assert [row["rank"] for row in by_pid[0]["rows"]] == [1]
     assert top(folder, "--job", "elsewhere:1")["jobs"] == []
@@ -156,7 +156,7 @@ def test_a_trace_has_the_steps_of_all_ranks_on_one_clock(job, tmp_path):
         for event in lane
         if event["cat"] == "waits"
     }
-    for number in both:  # no rank has its means before the other's backward began
+    for number in both:  # no rank gets means before the other's backward begins
         assert ends[1, number] > spans[1][number][0]
         assert ends[2, number] > spans[0][number][0]
     stop(ranks, folder)
@@ -172,7 +172,7 @@ def test_a_reader_that_is_killed_leaves_the_job_alone(job):
         os.close(theirs)
         shown = b""
         while str(ranks.pids[1]).encode() not in shown:
-            shown += os.read(ours, 4096)  # an OSError where it has ended
+            shown += os.read(ours, 4096)  # raises OSError after it has ended
         before = top(folder)["jobs"][0]["rows"][0]["step"]
         reader.kill()
     os.close(ours)
@@ -184,7 +184,7 @@ def test_a_reader_that_is_killed_leaves_the_job_alone(job):
 
 
 def end_well(rank, _):
-    """Train in a child, which ends as a script does; return what it has left."""
+    """Train in a child, which ends as a script does; return what it leaves."""
     folder = Path(os.environ["PACELINE_RECORDER"])
     model = DistributedDataParallel(net())
     model(torch.ones(3, 4)).sum().backward()
@@ -218,7 +218,7 @@ def test_a_data_parallel_is_shown_and_traced(tmp_path, monkeypatch):
         model(torch.ones(4, 4)).sum().backward()
     row = one_job(tmp_path)
     assert (row["kind"], row["pid"], row["world_size"]) == ("replicas", os.getpid(), 2)
-    n_over = N_STEPS - 1  # the last step ends with the next forward
+    n_over = N_STEPS - 1  # the last step would end with the next forward
     assert (row["step"], row["steps"]) == (N_STEPS, n_over)
     assert row["step_ms"] > 0
     path = tmp_path / "trace.json"

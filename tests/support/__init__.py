@@ -1,1 +1,1 @@
-"""What the tests of several folders share; `tests/conftest.py` makes it importable."""
+"""Helpers of tests in several folders; `tests/conftest.py` makes them importable."""

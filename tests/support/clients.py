@@ -1,4 +1,4 @@
-"""Libraries that a test needs, and that may not be there."""
+"""Libraries that a test needs, and that may be missing."""
 
 from types import ModuleType
 
@@ -7,9 +7,9 @@ import torch
 
 
 def transformers_or_skip() -> ModuleType:
-    """Return transformers; skip where it is missing, or refuses this torch as too old.
+    """Return transformers; skip if it is missing, or refuses this torch as too old.
 
-    It is imported then all the same, and has placeholders for its models.
+    With an old torch it can still be imported, but its models are placeholders.
     """
     transformers: ModuleType = pytest.importorskip("transformers")
     if not transformers.is_torch_available():

@@ -1,4 +1,4 @@
-"""Copies of things, by way of bytes."""
+"""Copies of objects through their serialized bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def saved_and_loaded(thing: Any) -> Any:
-    """Return what torch loads, of whatever type, of what it has saved."""
+    """Return a copy by `torch.save` and `torch.load`, which may load any type."""
     import torch
 
     file = io.BytesIO()
@@ -18,5 +18,5 @@ def saved_and_loaded(thing: Any) -> Any:
 
 
 def pickled(thing: Any) -> Any:
-    """Return what is loaded of a pickle."""
+    """Return a copy by pickle."""
     return pickle.loads(pickle.dumps(thing))

@@ -1,5 +1,5 @@
-/* Print the C stack of a process that a signal ends, before faulthandler prints the
- * stacks of Python's threads alone.  support.ranks loads this in each rank. */
+/* Print the C stack of a process that a signal kills, before faulthandler prints the
+ * stacks of its Python threads.  support.ranks loads this in each rank. */
 #include <execinfo.h>
 #include <signal.h>
 #include <stddef.h>
@@ -21,7 +21,7 @@ __attribute__((constructor)) static void listen(void)
     struct sigaction action = {.sa_handler = show_stack, .sa_flags = SA_NODEFER};
     void *frame;
 
-    backtrace(&frame, 1); /* loads libgcc, which a handler may not */
+    backtrace(&frame, 1); /* loads libgcc, which a signal handler must not do */
     for (unsigned i = 0; i < sizeof numbers / sizeof *numbers; i++)
         sigaction(numbers[i], &action, &before[numbers[i]]);
 }

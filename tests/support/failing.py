@@ -1,12 +1,12 @@
-"""Backwards that fail."""
+"""An autograd function whose backward fails."""
 
 import torch
 
 
 class FailsInBackward(torch.autograd.Function):
-    """Hands its input on; its backward raises the error that it was given.
+    """Returns its input; its backward raises the given error.
 
-    Give a class where nothing may stay: an object keeps its traceback.
+    If a test checks for leaks, give a class: an error object keeps its traceback.
     """
 
     @staticmethod

@@ -1,20 +1,20 @@
-"""GPUs on a machine that has none: for real training scripts, in any number of ranks.
+"""Fake GPUs on a machine without any: for real training scripts and any rank count.
 
-    environment()        in the test: what a rank needs to find the fake library
-    stand_in(rank)       in the rank: from now on a module on the CPU is one on a GPU
-    synchronize()        what `torch.cuda.synchronize()` is to a real one
+    environment()        in the test: variables with which a rank finds the fake library
+    stand_in(rank)       in the rank: modules on the CPU now count as on a GPU
+    synchronize()        waits as `torch.cuda.synchronize()` does for a real GPU
     several(n)           in the test: n GPUs of this process, for DataParallel
 
-A rank's tensors stay those of the CPU; those of several GPUs are on devices of torch
-(`support/devices`), whose memory is the host's.  The native module takes both for a
-GPU's (a `Device` of another `dlpack_type`), so all it does with gradients passes the
-fake of libcuda and of libnccl (`tests/c/fake`): streams, events, kernels, collectives
-between processes.
+With one GPU per rank, tensors stay CPU tensors.  With several GPUs, they are on torch
+devices (`support/devices`) in host memory.  The native module takes both for GPU
+tensors (a `Device` with another `dlpack_type`).  So all that it does with gradients
+goes through the fake libcuda and libnccl (`tests/c/fake`): streams, events, kernels,
+collectives between processes.
 
-What torch itself would put into its stream happens at once, and memory that it frees is
-given out again at once.  So the host waits for what is put into that stream, as with
-`CUDA_LAUNCH_BLOCKING`; what is beside it, on the stream of communication, happens as
-late as can be, or at random times where `FAKE_SEED=7` is in the environment.
+torch's own work on its stream runs at once, and memory that torch frees is reused at
+once.  So the host waits for Paceline's work on that stream, as with
+`CUDA_LAUNCH_BLOCKING`.  Work on other streams, such as communication, runs as late as
+possible, or at random times with `FAKE_SEED=7` in the environment.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from support import devices
 _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARY = "build/c/plain/libplfake.so"
 CACHE = str(_ROOT / "build/c/cache")
-"""Where what the fake NVRTC makes is kept: not among the user's files."""
+"""The folder for programs that the fake NVRTC compiles, apart from the user's cache."""
 
 
 @functools.cache
 def library() -> str:
-    """Return the path of the fake library, built if need be."""
+    """Return the path of the fake library; build it if necessary."""
     compiler = os.environ.get("CC", "gcc")
     if shutil.which("make") is None or shutil.which(compiler) is None:
         pytest.skip(f"the fake of CUDA needs make and {compiler}")
@@ -63,11 +63,11 @@ def library() -> str:
 
 
 def environment(**options: Any) -> dict[str, str]:
-    """Return what a rank's environment must have; see `fake_options` in fake.h."""
+    """Return the variables that a rank needs; for options see fake.h."""
     path = library()
     given = {
         "blocking": 1,  # torch's stream
-        "protect": 0,  # torch reads and writes what it takes for its own
+        "protect": 0,  # torch itself reads and writes this memory
         "foreign": 1,
         "share_device": 1,
         "lazy_connect": 1,
@@ -84,7 +84,7 @@ def environment(**options: Any) -> dict[str, str]:
 
 
 def _schedule() -> dict[str, Any]:
-    """Return when things happen: as late as can be, or drawn by seed and a thread."""
+    """Return the options for when work runs: as late as possible, or at random."""
     seed = os.environ.get("FAKE_SEED")
     if seed is None:
         return {"schedule": "late", "pump": 0}
@@ -93,7 +93,7 @@ def _schedule() -> dict[str, Any]:
 
 @functools.cache
 def fake() -> ctypes.CDLL:
-    """Return the fake library of this process, with what drives it."""
+    """Return this process's fake library, with the functions that control it."""
     loaded = ctypes.CDLL(os.environ["PACELINE_LIBCUDA"])
     loaded.fake_error.restype = ctypes.c_char_p
     return loaded
@@ -104,19 +104,19 @@ def synchronize() -> None:
 
 
 def errors() -> list[str]:
-    """Return what no program may do and this one has done, and forget it."""
+    """Return and clear the misuses of CUDA that the fake has found."""
     found = [fake().fake_error(i).decode() for i in range(fake().fake_errors())]
     fake().fake_forget_errors()
     return found
 
 
 class Machine(_gpu.Machine):
-    """One GPU a rank, on which all modules are.
+    """One GPU per rank, which holds all modules.
 
     Attributes
     ----------
     is_there : bool
-        False: modules are on the CPU for a while, and nothing else is.
+        If False, modules count as on the CPU.
     """
 
     device_type = "cpu"
@@ -147,7 +147,7 @@ class Machine(_gpu.Machine):
 
 
 def stand_in(rank: int) -> Machine:
-    """Make this process one whose modules are on a GPU of its own."""
+    """From now on, have this process's modules count as on its own GPU."""
     if not isinstance(_gpu.machine, Machine):
         _gpu.machine = Machine(rank)
         torch_cuda.current_stream = lambda index: 0
@@ -157,7 +157,7 @@ def stand_in(rank: int) -> Machine:
 
 
 class SeveralGpus(_gpu.Machine):
-    """GPUs of one process, which are devices of torch: see support/devices."""
+    """GPUs of one process, as torch devices of support/devices."""
 
     device_type = devices.KIND
 
@@ -219,12 +219,12 @@ _PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=4,schedule=late"
 
 @contextlib.contextmanager
 def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
-    """Have so many GPUs within this, and say what the fake has against it.
+    """Provide `n_gpus` GPUs within this context; fail if the fake found a misuse.
 
-    They are `torch.device("gpu", i)`; devices.load() has been called before.
-    What torch would put into a device's stream happens at once, so the host waits for
-    what is put there; what is on other streams happens as late as can be.  Devices
-    compare models of any size.  Options are the fake's: "peers=0".
+    They are `torch.device("gpu", i)`; call devices.load() before.  torch's own work on
+    a device's stream runs at once, so the host waits for work on it; work on other
+    streams runs as late as possible.  Devices compare models of any size.  `options`
+    are those of the fake, such as "peers=0".
     """
     devices.show(n_gpus)
     try:
@@ -264,9 +264,9 @@ def _reset(*options: str) -> ctypes.CDLL:
 
 
 def _let_go(loaded: ctypes.CDLL) -> None:
-    """Give back the devices: the next test has others.
+    """Release the devices: the next test makes new ones.
 
-    Torch keeps the graph of a backward that has failed, where it has Functions.
+    After a backward that failed, torch keeps its graph if it contains Functions.
     """
     _gpu._opened.clear()
     _gpu.tried.clear()
@@ -281,12 +281,12 @@ def _let_go(loaded: ctypes.CDLL) -> None:
                 thing._backwards.clear()
             elif type(thing) is segments.Segment:
                 thing.sums.clear()
-    assert loaded.fake_live_objects() == 0, "something of the test's is left"
+    assert loaded.fake_live_objects() == 0, "the test left objects of CUDA"
 
 
 @contextlib.contextmanager
 def on_gpu(rank: int) -> Iterator[Machine]:
-    """Have modules on a GPU within this, and say what the fake has against it."""
+    """Have modules count as on a GPU here; fail if the fake found a misuse."""
     machine = stand_in(rank)
     try:
         yield machine

@@ -1,7 +1,7 @@
-"""System calls that the kernel refuses this process from now on, as in a sandbox.
+"""Have the kernel refuse system calls of this process from now on, as in a sandbox.
 
-A seccomp filter, which any process may give itself and none can take away: for ranks,
-which end after their test.
+This uses a seccomp filter, which any process may set but none can remove.  So use it
+only in ranks, which end after their test.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 
 
 def is_known() -> bool:
-    """Tell whether this machine's system calls are known here."""
+    """Tell whether the numbers of this machine's system calls are known here."""
     return platform.machine() in _NUMBERS
 
 
 def forbid(name: str, error: int = errno.EPERM) -> None:
-    """Have a system call of this thread, and of those that it starts, fail."""
+    """Make a system call fail in this thread and in the threads that it starts."""
     number = _NUMBERS[platform.machine()][name]
     rows = [
         _LOAD_NUMBER,
-        (0x15, 0, 1, number),  # is it this one? else skip a row
+        (0x15, 0, 1, number),  # if it is another system call, skip a row
         (0x06, 0, 0, 0x00050000 | error),
         _ALLOW,
     ]

@@ -1,8 +1,8 @@
 """Several hosts on one machine: ranks that share no memory, joined by a network.
 
-Two ways, which take the same `place()` at a rank's beginning:
+There are two ways.  With both, a rank calls `place()` first:
 
-* apart: ranks say that they are on different hosts, and talk over the loopback;
+* apart: ranks claim to be on different hosts, and connect over the loopback;
 * namespaces: each host is a network namespace that the test has made.
 """
 
@@ -27,14 +27,14 @@ from support.namespaces import INTERFACE, Network, enter, why_no_network
 
 @dataclass(frozen=True)
 class Hosts:
-    """How many ranks each host has, and the hosts' namespaces, if they have any."""
+    """The number of ranks on each host, and the hosts' namespaces, if any."""
 
     n_ranks: tuple[int, ...]
     names: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
-        """Of all hosts together."""
+        """The number of ranks on all hosts together."""
         return sum(self.n_ranks)
 
     def host_of(self, rank: int) -> int:
@@ -44,7 +44,7 @@ class Hosts:
         return host
 
     def place(self, rank: int) -> None:
-        """Move this process, which is a rank, to its host."""
+        """Move this process, a rank, to its host."""
         host = self.host_of(rank)
         if self.names:
             enter(self.names[host])
@@ -59,7 +59,7 @@ class Hosts:
         peers.Host.here = classmethod(here)  # type: ignore[assignment, method-assign]
 
     def join(self, rank: int, store: str, seconds: float) -> None:
-        """Become a rank of a world on its host."""
+        """Place this process on its host and join the process group."""
         self.place(rank)
         dist.init_process_group(
             "gloo",
@@ -71,7 +71,7 @@ class Hosts:
 
 
 class Net(nn.Module):
-    """Buffers, a part that some steps leave out, and types of two widths."""
+    """Has buffers, a part that some steps do not use, and dtypes of two widths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Net(nn.Module):
 
 
 def make_network(n_ranks: Sequence[int]) -> tuple[Network, Hosts]:
-    """Return a network and its hosts; skips the test where it cannot be."""
+    """Return a network and its hosts; skip the test if none can be made."""
     reason = why_no_network()
     if reason:
         pytest.skip(reason)

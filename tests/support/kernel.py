@@ -1,4 +1,4 @@
-"""A notebook's kernel, whose cells a test runs and interrupts."""
+"""A notebook kernel in which a test runs and interrupts cells."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.prints import without_gloo
 NEEDED = ("jupyter_client", "ipykernel")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 SECONDS = 120.0
-"""For one message of a cell."""
+"""The longest wait for a message of a cell."""
 
 
 class Kernel:
-    """A kernel as Jupyter starts it, and what its cells print."""
+    """A kernel, started as by Jupyter; returns the output of its cells."""
 
     def __init__(self, folder: Path) -> None:
         from jupyter_client.manager import KernelManager
@@ -34,7 +34,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=SECONDS)
 
     def run(self, code: str, interrupt_at: str = "") -> str:
-        """Return what a cell prints, or the name of its error."""
+        """Run a cell; return its output, or the name of its error."""
         asked = self.client.execute(code)
         printed = ""
         while True:

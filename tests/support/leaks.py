@@ -1,4 +1,4 @@
-"""What is left of objects that were made and dropped a thousand times: nothing."""
+"""Check that making and dropping an object a thousand times leaves nothing."""
 
 import gc
 import os
@@ -29,10 +29,10 @@ def _counts(things):
 
 
 def assert_leaves_nothing(make, *things, n=N_TRIES):
-    """Check that making something n times leaves all counts as they were.
+    """Check that calling `make` n times leaves all counts unchanged.
 
-    Those of references to `things`, to the native module and to its types are among
-    them, and descriptors, threads and objects.
+    Counted are the references to `things`, to the native module and to its types, and
+    this process's descriptors, threads and objects.
     """
     for _ in range(3):
         make()
@@ -40,8 +40,8 @@ def assert_leaves_nothing(make, *things, n=N_TRIES):
     for _ in range(n):
         make()
     after = _counts(things)
-    # A thread of an earlier test may have ended meanwhile, and Python itself has made
-    # some objects: one that stays of each try is twice as many as these.
+    # A thread of an earlier test may have ended in the meantime, and Python makes some
+    # objects itself.  A leak of one object per call is twice this limit.
     most = {"objects": n // 2}
     left = {what: count - before[what] for what, count in after.items()}
     assert {what: k for what, k in left.items() if k > most.get(what, 0)} == {}

@@ -1,7 +1,7 @@
-"""Network namespaces, each with an address of its own on a bridge: hosts to a program.
+"""Network namespaces on a bridge, each with its own address, which act as hosts.
 
-They need root; links can be slow, or be cut.  The bridge has a namespace of its own,
-too: nothing of the machine's is touched.
+They need root.  A test can slow down links or cut them.  The bridge is in a separate
+namespace too, so the machine's own network stays as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 _CLONE_NEWNET = 0x40000000
 _FOLDER = "/run/netns"
 INTERFACE = "eth0"
-"""Of each namespace, on the way to the others."""
+"""Each namespace's interface to the others."""
 
 
 def enter(name: str) -> None:
@@ -69,12 +69,12 @@ class Network:
             run("ip", "-n", name, "link", "set", "lo", "up")
 
     def limit(self, *words: str) -> None:
-        """Have each host's link behave so, in the words of ``tc qdisc``."""
+        """Shape each host's link with arguments of ``tc qdisc``."""
         for name in self.names:
             run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *words)
 
     def cut(self, host: int) -> None:
-        """Take a host off the bridge: nothing is told, nothing arrives."""
+        """Take a host off the bridge: no data and no error reaches its peers."""
         run("ip", "-n", self.bridge, "link", "set", self.names[host], "nomaster")
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Network:
 
 
 def why_no_network() -> str:
-    """Return why this process can make no namespaces; empty where it can."""
+    """Return why this process can make no namespaces; "" if it can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     for tool in ("ip", "tc"):

@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody listens at."""
+"""Free ports of this machine."""
 
 from __future__ import annotations
 

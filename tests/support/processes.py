@@ -1,4 +1,4 @@
-"""What a process holds, as /proc shows it: descriptors, mappings, children."""
+"""The resources of a process, from /proc: descriptors, mappings, children."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ _RECORDER = re.compile(r"paceline(-\d+){5}")
 
 
 def descriptors() -> dict[int, str]:
-    """Return this process's open descriptors and what each one is."""
+    """Return this process's open descriptors, each with its file or kind."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor that lists this folder
             continue
     return found
 
 
 def shared_mappings() -> list[str]:
-    """Return the lines of this process's memory map that show Paceline's memory."""
+    """Return the lines of this process's memory map for Paceline's memory."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if "memfd:paceline" in line]
 
 
 def shared_names() -> list[str]:
-    """Return Paceline's names in shared memory, of which there are to be none.
+    """Return Paceline's names in shared memory, which should be empty.
 
-    Those of recorders are of jobs beside the tests, whose own are in another folder.
+    Leave out recordings: other jobs made them, as tests record into another folder.
     """
     names = [name for name in os.listdir("/dev/shm") if "paceline" in name]
     return [name for name in names if not _RECORDER.fullmatch(name)]
 
 
 def new_descriptors(before: dict[int, str]) -> dict[int, str]:
-    """Return the descriptors that are open and were not, or were something else."""
+    """Return the descriptors that were closed `before`, or open for another file."""
     return {fd: link for fd, link in descriptors().items() if before.get(fd) != link}
 
 
@@ -54,10 +54,10 @@ def holdings() -> Holdings:
 
 
 def held_beyond(before: Holdings, seconds: float = 0.0) -> list[str]:
-    """Return what is held now and was not, or nothing as soon as there is nothing.
+    """Return what is held now and was not before; wait until nothing is, or time is up.
 
-    What earlier tests have left may go at any time: what is missing does not count.
-    A thread that was joined may be seen for a moment more.
+    Resources of earlier tests may go at any time, so a missing one does not count.
+    /proc may list a thread for a moment after it was joined.
     """
     began = time.monotonic()
     while True:
@@ -72,10 +72,10 @@ def held_beyond(before: Holdings, seconds: float = 0.0) -> list[str]:
 
 
 def leftovers(before: dict[int, str]) -> list[str]:
-    """Return what of Paceline's kind this process holds and did not `before`.
+    """Return new descriptors of the kinds that Paceline opens.
 
-    That is sockets, pidfds and shared memory; a DataLoader has pipes and files of its
-    own, which it closes when it likes.
+    These are sockets, pidfds and shared memory.  A DataLoader opens pipes and files,
+    and closes them at any time.
     """
     gc.collect()
     new = new_descriptors(before)
@@ -85,7 +85,7 @@ def leftovers(before: dict[int, str]) -> list[str]:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process exists and is no zombie."""
+    """Tell whether a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -94,7 +94,7 @@ def is_running(pid: int) -> bool:
 
 
 def is_asleep(pid: int) -> bool:
-    """Tell whether a process's main thread waits, and not for a moment only."""
+    """Tell whether a process's main thread waits, and does so for a while."""
     for _ in range(20):
         stat = Path(f"/proc/{pid}/stat").read_text()
         if stat.rpartition(")")[2].split()[0] != "S":
@@ -104,7 +104,7 @@ def is_asleep(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
-    """Return the processes that still run after `seconds`; at once if none does."""
+    """Wait up to `seconds` for processes to end; return those that still run."""
     until = time.monotonic() + seconds
     while running := [pid for pid in pids if is_running(pid)]:
         if time.monotonic() > until:

@@ -1,11 +1,11 @@
-"""Code that runs in a fresh Python."""
+"""Run code in a fresh Python process."""
 
 import subprocess
 import sys
 
 
 def run_python(code, *words, flags=(), check=True, timeout=120, **options):
-    """Run code to its end; fail with all that it said where its status is not 0."""
+    """Run code; fail with all of its output if its exit status is not 0."""
     command = [sys.executable, *flags, "-c", code, *map(str, words)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, **options

@@ -1,4 +1,4 @@
-"""Runs a function on N ranks, quickly and safely.
+"""Run a function on N ranks, fast and with a timeout.
 
     from support.ranks import run_ranks, values
 
@@ -10,22 +10,22 @@
     def test_weights_are_equal():
         first, second = values(run_ranks(train, 2, 8))
 
-`tests/conftest.py` puts `tests/` on `sys.path`, so that every test file imports this as
-`support.ranks`; ranks get the same path and import the test's module by its name.
+`tests/conftest.py` puts `tests/` on `sys.path`, so every test file imports this as
+`support.ranks`.  Ranks get the same path and import the test's module by its name.
 
-Each rank is forked from a server that has imported torch and paceline once, so that it
-starts in some 30 ms.  It has one intra-op thread, the default process group (Gloo) over
-a store of its own run, and its output in a file.  It lives until every rank has
-reported; then it ends by `os._exit`, since torch's own Gloo wrapper sometimes aborts in
-an ordinary exit.  A run that outlasts its timeout is killed; the failure shows where
-every thread of every rank stood.
+Each rank is forked from a server that has imported torch and paceline once, so it
+starts in about 30 ms.  It has one intra-op thread, a default process group (Gloo) over
+a store of this run, and a file for its output.  It lives until every rank has reported.
+Then it ends by `os._exit`, since torch's Gloo wrapper sometimes aborts in an ordinary
+exit.  A run that exceeds its timeout is killed; the failure shows the stack of every
+thread of every rank.
 
-With `TEST_RANKS_PER_HOST=2` ranks 0 and 1 are on another host than 2 and 3, as far as
-they can tell (`support.hosts`): `make hosts` runs what is to hold there, too.
+With `TEST_RANKS_PER_HOST=2`, ranks 0 and 1 appear to be on a different host than ranks
+2 and 3 (`support.hosts`).  `make hosts` runs the tests that must hold there too.
 
-Handles for tests that do something to ranks: `start_ranks()` returns a `Ranks`, whose
-`pids` can be killed or stopped and which hears what a rank says by `tell()`.
-Times that ranks report by `time.monotonic()` can be compared: it is the host's clock.
+For tests that act on ranks, `start_ranks()` returns a `Ranks`: a test can kill or stop
+its `pids`, and `hear()` returns what a rank sent by `tell()`.  Ranks and the test share
+the clock of `time.monotonic()`, so the times that they report can be compared.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ Rendezvous = Literal["file", "tcp", "none"]
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception that ended a rank's function."""
+    """The exception that ended a rank's function."""
 
     kind: str  # "PeerError"
     message: str
     traceback: str
-    exception: BaseException | None = None  # None where it does not pickle
+    exception: BaseException | None = None  # None if it does not pickle
 
     def __str__(self) -> str:
         return self.traceback
@@ -89,12 +89,12 @@ class RankError:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: a value, an error, or an end without either."""
+    """The outcome of a rank: a value, an error, or an exit without either."""
 
     rank: int
     value: Any = None
     error: RankError | None = None
-    exitcode: int | None = None  # None: it reported; -9: it was killed
+    exitcode: int | None = None  # None if it reported; -9 if it was killed
     output: str = ""  # stdout and stderr, mixed
 
     @property
@@ -103,11 +103,11 @@ class Outcome:
 
 
 class RanksTimeoutError(AssertionError):
-    """A run outlasted its timeout; says where every rank stood."""
+    """A run exceeded its timeout; the message has the stacks of all ranks."""
 
 
 class RanksFailedError(AssertionError):
-    """A rank of a run failed whose values were asked for."""
+    """A rank failed, so the values of the run are incomplete."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _Job:
     group_timeout: float
     timeout: float
     env: dict[str, str]
-    ranks_per_host: int  # 0: all are on one
+    ranks_per_host: int  # 0: all are on one host
     function: bytes  # pickled, so that a failure to import it is reported as an error
     output: str = field(init=False)
     dump: str = field(init=False)
@@ -135,7 +135,7 @@ _to_test: connection.Connection | None = None
 
 
 def tell(words: Any) -> None:
-    """In a rank: say something picklable to the test, which `Ranks.hear()`s it."""
+    """In a rank: send a picklable object to the test, for `Ranks.hear()`."""
     assert _to_test is not None, "tell() is for ranks"
     _to_test.send(("said", words))
 
@@ -184,7 +184,7 @@ def _redirect(path: str) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    # What the server had made of its own streams may be closed or a null device.
+    # The server's own stream objects may be closed or refer to the null device.
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), line_buffering=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True)
 
@@ -215,14 +215,14 @@ def _call(job: _Job) -> tuple[str, Any]:
 def _rank_main(job: _Job, to_test: connection.Connection) -> None:
     global _to_test
     _to_test = to_test
-    gc.freeze()  # what the server has imported
+    gc.freeze()  # all that the server has imported
     os.environ.update(job.env)
     set_start_method(None, force=True)  # the default of a script, not this server
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _redirect(job.output)
     dump = open(job.dump, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(sys.stderr)
-    with contextlib.suppress(OSError):  # there if `make` runs the tests
+    with contextlib.suppress(OSError):  # it exists if `make` runs the tests
         ctypes.CDLL(str(Path(__file__).parents[2] / "build/crash.so"))
     faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
     faulthandler.dump_traceback_later(job.timeout + 15.0, exit=True, file=dump)
@@ -231,7 +231,7 @@ def _rank_main(job: _Job, to_test: connection.Connection) -> None:
         Hosts((job.ranks_per_host,) * n_hosts).place(job.rank)
     try:
         to_test.send(_call(job))
-        to_test.recv()  # until every rank has reported, or the test is gone
+        to_test.recv()  # until every rank has reported, or the test has ended
     except (EOFError, OSError, KeyboardInterrupt):
         pass
     finally:
@@ -247,13 +247,13 @@ _servers: list[context.ForkServerContext] = []
 
 
 def preload(*modules: str) -> None:
-    """Have the server import more modules; for a process that has run no rank yet."""
+    """Have the server import more modules; call it before the first run of ranks."""
     assert not _servers, "the server of this process runs already"
     _PRELOAD.extend(modules)
 
 
 def _context() -> context.ForkServerContext:
-    """Return the context whose server has imported all that is slow to import."""
+    """Return the context of a server that has imported the slow modules."""
     ranks_of = get_context("forkserver")
     ranks_of.set_forkserver_preload(_PRELOAD)
     tests = str(Path(__file__).parents[1])
@@ -269,13 +269,13 @@ def _context() -> context.ForkServerContext:
     if not _servers:
         first = ranks_of.Process(target=os.getpid)
         first.start()
-        first.join()  # the server has imported all: no run's clock counts that
+        first.join()  # wait for the imports, so that no run's timeout counts them
         _servers.append(ranks_of)
     return ranks_of
 
 
 class Ranks:
-    """Ranks that run; a context manager that leaves none behind.
+    """Running ranks; as a context manager, it kills those that are left.
 
     Made by `start_ranks()`.
     """
@@ -313,9 +313,9 @@ class Ranks:
         return self.signal(rank, signal.SIGKILL)
 
     def hear(self, rank: int) -> Any:
-        """Return the next thing that a rank says by `tell()`.
+        """Return the next object that a rank sends by `tell()`.
 
-        Raise `RanksFailedError` if the rank ends or reports before it says anything.
+        Raise `RanksFailedError` if the rank ends or reports before it sends one.
         """
         while not self._heard[rank]:
             if rank in self._outcomes:
@@ -324,14 +324,14 @@ class Ranks:
         return self._heard[rank].popleft()
 
     def wait(self) -> list[Outcome]:
-        """Return what became of each rank, by rank, once all are done."""
+        """Wait until all ranks are done; return their outcomes, by rank."""
         while len(self._outcomes) < len(self._jobs):
             self._listen()
         self._end()
         return [self._outcomes[rank] for rank in range(len(self._jobs))]
 
     def _listen(self) -> None:
-        """Take one round of messages; raise once time is up."""
+        """Receive one round of messages; raise if the time is up."""
         left = self._until - time.monotonic()
         if left <= 0:
             self._fail()
@@ -347,7 +347,7 @@ class Ranks:
                 self._bury(sentinels[thing])
 
     def _take(self, rank: int) -> None:
-        """Take one message of a rank that has one, or the end of its pipe."""
+        """Receive a rank's next message, or the end of its pipe."""
         try:
             kind, what = self._pipes[rank].recv()
         except (EOFError, OSError):
@@ -362,10 +362,10 @@ class Ranks:
             self._report(Outcome(rank, error=what))
 
     def _bury(self, rank: int) -> None:
-        """Take all that a rank still said whose process has ended."""
+        """Receive the remaining messages of a rank whose process has ended."""
         while rank not in self._outcomes and self._pipes[rank].poll(0):
             self._take(rank)
-        # Its children may hold the pipe open: then there is no end to read.
+        # If its children hold the pipe open, its end cannot be read.
         if rank not in self._outcomes:
             self._processes[rank].join(10)
             self._report(Outcome(rank, exitcode=self._processes[rank].exitcode))
@@ -401,7 +401,7 @@ class Ranks:
         raise RanksTimeoutError("\n".join(words))
 
     def close(self) -> None:
-        """Kill what still runs, and remove the run's files."""
+        """Kill ranks that still run, and remove the run's files."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -429,11 +429,11 @@ def start_ranks(
 ) -> Ranks:
     """Start `function(rank, n_ranks, *args)` on each rank; return handles.
 
-    The function is at the top level of a module that ranks can import, its arguments
-    are picklable, and `timeout` is seconds for the whole run.  The store of the default
-    process group is a file, a TCPStore that rank 0 hosts ("tcp"), or there is no group
-    ("none"); `group_timeout` is the group's.  Each rank has `env` set before anything
-    else.
+    The function must be at the top level of a module that ranks can import, with
+    arguments that pickle.  `timeout` is for the whole run, in seconds.  The store of
+    the default process group is a file, or a TCPStore that rank 0 hosts ("tcp"); with
+    "none" there is no group.  `group_timeout` is the timeout of the group.  Each rank
+    sets `env` before anything else.
     """
     folder = tempfile.mkdtemp(prefix="ranks-")
     pickled = pickle.dumps((function, args))
@@ -470,7 +470,7 @@ def _show(outcome: Outcome) -> str:
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """Return every rank's value; raise `RanksFailedError` where one has none."""
+    """Return every rank's value; raise `RanksFailedError` if one has none."""
     if not all(outcome.is_ok for outcome in outcomes):
         raise RanksFailedError("\n".join(map(_show, outcomes)))
     return [outcome.value for outcome in outcomes]

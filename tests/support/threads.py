@@ -1,4 +1,4 @@
-"""Work in several threads at once."""
+"""Run a function in several threads at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def in_threads(function: Callable[[int], Any], n: int = 4) -> list[Any]:
     """Run `function(i)` in n threads that begin together; return what they return.
 
-    What one of them raises is raised when all have ended.
+    If one raises, raise its error after all have ended.
     """
     results: list[Any] = [None] * n
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Checks a trace against the trace-event format, as far as `paceline trace` uses it."""
+"""Check a trace against the part of the trace-event format that Paceline uses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _METADATA = {
 
 
 def check(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Raise AssertionError where it is none; return the events of each lane, in order.
+    """Raise AssertionError if it is not valid; return each lane's events, in order.
 
-    Complete events of one lane are apart from one another or one inside the other, and
-    every process and lane that has events has a name.
+    Complete events of a lane must be disjoint or nested, and every process and lane
+    with events must have a name.
     """
     assert trace["displayTimeUnit"] in ("ms", "ns")
     lanes = defaultdict(list)
@@ -47,7 +47,7 @@ def check(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
 
 
 def _check_nesting(events: list[dict[str, Any]]) -> None:
-    around: list[float] = []  # ends of those that hold what comes next
+    around: list[float] = []  # ends of the events that enclose the next one
     for event in events:
         end = event["ts"] + event["dur"]
         while around and around[-1] <= event["ts"] + 1e-6:

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does in its own time."""
+"""Wait for what another thread or process does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_SECONDS = 30.0
 
 
 def until(condition: Callable[[], object], seconds: float = MOST_SECONDS) -> bool:
-    """Wait until a condition holds; tell whether it came to hold within `seconds`."""
+    """Wait until a condition holds; return False if it does not within `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

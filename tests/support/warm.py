@@ -2,28 +2,28 @@
 
     done = warm.run([sys.executable, "train.py", "2"], capture_output=True, text=True)
 
-`Popen` and `run` are those of `subprocess`, with the same arguments.  A command that is
-this Python with a script, `-m module` or `-c code` is forked; every other command, and
-one with a `preexec_fn` or with options of Python, is started as ever.  A program that
-was forked starts its own Pythons in the same way, be it by `subprocess` or by
+`Popen` and `run` take the arguments of those of `subprocess`.  A command that is this
+Python with a script, `-m module` or `-c code` is forked.  `subprocess` itself starts
+every other command, and one with a `preexec_fn` or with options of Python.  A program
+that was forked starts Python programs in the same way, by `subprocess` as well as by
 multiprocessing's "spawn".
 
     this process  -- command, environment, descriptors -->  server, its child
          |                                                    fork, fork
          +------------------ parent of -----------------------  the program
 
-The server forks twice.  The process between ends at once, and the kernel gives the
-program to its nearest ancestor that is a "subreaper": to this process, which is one
-during the call.  So the program is a true child, which `waitpid` and `getppid` know,
-and it is in this process's session and process group.
+The server forks twice.  The intermediate process ends at once, and the kernel gives the
+program to its nearest ancestor that is a "subreaper".  This process is one during the
+call.  So `waitpid` and `getppid` treat the program as a child of this process, and it
+is in this process's session and process group.
 
-A program ends as Python does, up to the handlers of atexit and the end of what its main
-module holds; then it leaves out the destruction of all modules, which takes a third of
-a second.  With `is_whole` it does that, too.
+At its end, a program runs the handlers of atexit and drops its main module's objects,
+as Python does.  Then it skips the destruction of all modules, which takes a third of a
+second, unless `is_whole` is set.
 
-What a program cannot have: limits that this process has set for itself, options of
-Python, a `sitecustomize`.  Its limits are set by `first`, code that it runs before it
-or a program of its own begins.  A test of how an interpreter starts uses `subprocess`.
+A program does not get this process's resource limits, options of Python, or a
+`sitecustomize`.  `first` is code that sets its limits; it runs before the program, and
+before programs that it starts.  To test how an interpreter starts, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _PRELOAD = [
     "paceline._dp.data_parallel",
     "paceline._launch.rank",
 ]
-_PRELOAD_IF_THERE = ["sklearn.datasets"]  # of the examples
+_PRELOAD_IF_THERE = ["sklearn.datasets"]  # for the examples
 _TESTS = str(Path(__file__).parents[1])
 _MOST_BYTES = 1 << 18
 _MOST_FDS = 64
-_HIGH_FD = 64  # the first of those that a program does not look at
+_HIGH_FD = 64  # the first descriptor that a program does not use
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 _SIGNALS += [signal.SIGUSR1, signal.SIGUSR2]
@@ -81,7 +81,7 @@ _spawnv = multiprocessing.util.spawnv_passfds
 
 
 class _Server:
-    """What this process asks for programs; it ends with this process."""
+    """The connection to the server that forks programs; both end with this process."""
 
     _current: _Server | None = None
 
@@ -109,13 +109,13 @@ class _Server:
 
     @classmethod
     def forget(cls) -> None:
-        """Let go of the server: in a child of this process, which is none of it."""
+        """Close the connection in a forked child, which needs its own server."""
         if cls._current is not None:
             cls._current._socket.close()
             cls._current = None
 
     def start(self, words: dict[str, Any], fds: Sequence[int]) -> int:
-        """Return the process id of a program, a child of this process."""
+        """Start a program as a child of this process; return its process id."""
         with self._lock:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
@@ -130,7 +130,7 @@ os.register_at_fork(after_in_child=_Server.forget)
 
 
 def _make_sockets(least: int = _HIGH_FD) -> tuple[socket.socket, socket.socket]:
-    """Return the asker's socket, numbered from `least` on, and the server's."""
+    """Return the client's socket, numbered from `least` on, and the server's."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MOST_BYTES)
     high = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, least)
@@ -139,7 +139,7 @@ def _make_sockets(least: int = _HIGH_FD) -> tuple[socket.socket, socket.socket]:
 
 
 def _read_command(command: Any) -> list[str] | None:
-    """Return what follows Python in a command; None if it cannot be forked."""
+    """Return the arguments of Python in a command; None if it cannot be forked."""
     if isinstance(command, str | bytes | os.PathLike):
         return None
     executable, *words = map(os.fsdecode, command)
@@ -177,7 +177,7 @@ def _start(
 
 
 class Popen(_popen):
-    """`subprocess.Popen`, whose Pythons are forked."""
+    """`subprocess.Popen`, but forks commands that run this Python."""
 
     def __init__(
         self, *args: Any, first: str = "", is_whole: bool = False, **options: Any
@@ -204,7 +204,7 @@ class Popen(_popen):
 
 
 class _Rank(Popen):
-    """A rank of `paceline.launch`, whose own Pythons are started as ever."""
+    """A rank of `paceline.launch`; `subprocess` starts the programs of the rank."""
 
     def _execute_child(self, *given: Any) -> None:
         self._more["is_leaf"] = True
@@ -212,7 +212,7 @@ class _Rank(Popen):
 
 
 def run(command: Sequence[Any], **options: Any) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run`, whose Python is forked."""
+    """`subprocess.run`, but forks a command that runs this Python."""
     with _replaced(subprocess, Popen=Popen):
         return subprocess.run(command, **options)
 
@@ -240,7 +240,7 @@ def ranks_of_launch() -> Iterator[None]:
 
 
 def _spawn(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """`multiprocessing.util.spawnv_passfds`, whose children are forked."""
+    """`multiprocessing.util.spawnv_passfds`, but forks the child."""
     words = _read_command(args)
     if words is None:
         return _spawnv(path, args, passfds)
@@ -252,10 +252,10 @@ def _spawn(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
 
 
 def _serve(fd: int) -> None:
-    """Import what programs import, and fork them; return in each program's end."""
+    """Import what programs import, then fork them; return when a program ends."""
     subprocess.Popen = Popen  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = _spawn
-    for module in _PRELOAD:  # some take these by name
+    for module in _PRELOAD:  # some import Popen and the like by name
         importlib.import_module(module)
     for module in _PRELOAD_IF_THERE:
         with suppress(ImportError):
@@ -270,10 +270,10 @@ def _serve(fd: int) -> None:
 
 
 def _fork_programs(asked: socket.socket) -> Callable[[], None]:
-    """Fork as asked until the asker ends; return in each program, with its code."""
+    """Fork programs until the client ends; return in each program, with its code."""
     _prctl(_PR_SET_NAME, SERVER.encode(), 0, 0, 0)
     for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # they are for the asker's group
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the client's group
     while True:
         words, fds, _, _ = socket.recv_fds(asked, _MOST_BYTES, _MOST_FDS)
         if not words:
@@ -289,7 +289,7 @@ def _fork_programs(asked: socket.socket) -> Callable[[], None]:
 
 
 def _fork_twice() -> int:
-    """Return the id of a child's child, or 0 in it, once the child has ended."""
+    """Fork a grandchild; return its id, or 0 in it, once the child has ended."""
     ids, go_on = os.pipe(), os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -299,7 +299,7 @@ def _fork_twice() -> int:
             os._exit(0)
         for fd in (*ids, go_on[1]):
             os.close(fd)
-        os.read(go_on[0], 1)  # until the process between is gone
+        os.read(go_on[0], 1)  # until the intermediate process has ended
         os.close(go_on[0])
         return 0
     os.waitpid(middle, 0)
@@ -313,7 +313,7 @@ def _fork_twice() -> int:
 
 
 def _prepare(told: dict[str, Any], fds: list[int]) -> Callable[[], None]:
-    """Become a program; return what runs it, or what a program of its own runs."""
+    """Become a program; return the code of it, or of a program that it starts."""
     if told["is_session"]:
         os.setsid()
     exec(told["first"], {})
@@ -323,7 +323,7 @@ def _prepare(told: dict[str, Any], fds: list[int]) -> Callable[[], None]:
         multiprocessing.util.spawnv_passfds = _spawnv
     else:
         ours, theirs = _make_sockets(least)
-        if os.fork() == 0:  # now, while there is no other thread
+        if os.fork() == 0:  # now, before there is another thread
             ours.close()
             for fd in fds:
                 os.close(fd)
@@ -369,7 +369,7 @@ def _take_environment(told: dict[str, Any]) -> None:
     multiprocessing.process.ORIGINAL_DIR = told["folder"]  # type: ignore[attr-defined]
     n_cores = len(os.sched_getaffinity(0))
     n_threads = int(told["env"].get("OMP_NUM_THREADS", n_cores))
-    if n_threads != torch.get_num_threads():  # it starts threads, where there are more
+    if n_threads != torch.get_num_threads():  # may start threads
         torch.set_num_threads(n_threads)
     np.random.seed()
 

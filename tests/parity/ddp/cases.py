@@ -1,11 +1,11 @@
-"""Many small tests on ranks, in a few processes.
+"""Run many small tests on ranks, in a few processes.
 
     def test_this_is_so(ranks):
         twin = Twin(ranks, nn.Linear(3, 2))
         twin.step(lambda model: model(torch.ones(1, 3)).sum())
 
-is a test for two ranks.  Under `@on_ranks(2, 4, cap=[0.01, 25])` it is one for each
-number of ranks and each `cap`, which it takes as an argument.
+is a test on two ranks.  `@on_ranks(2, 4, cap=[0.01, 25])` makes it a test for each
+number of ranks and for each `cap`, which becomes an argument.
 
     @as_torch(cap=[0.01, 25])
     def test_that_is_so(ranks, wrap, cap):
@@ -13,13 +13,12 @@ number of ranks and each `cap`, which it takes as an argument.
         model(torch.ones(1, 3)).sum().backward()
         yield grads_of(model)
 
-runs by torch's class and then by ours: all that it yields must be the same to the bit.
+runs with torch's class and then with ours; both must yield the same bits.
 
-What costs is to start processes: so all tests of a file that were selected for N ranks
-run in one go, in the same N processes, each with a process group of its own: an error
-in one leaves the others be.  A rank that fails makes its peers wait for `PEER_SECONDS`,
-at the most.  What a file's `environment()` returns, if it has one, is put into the
-environment of its ranks.
+Starting processes is slow.  So all selected tests of a file for N ranks run in one go,
+in the same N processes.  Each test has a separate process group, so an error in one
+does not affect the others.  If a rank fails, its peers wait for at most `PEER_SECONDS`.
+If a file defines `environment()`, its ranks get the variables which that returns.
 """
 
 import contextlib
@@ -47,14 +46,14 @@ PEER_SECONDS = 10.0
 BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "240"))
 SKIPPED = "skipped on every rank: "
 
-_results = {}  # (module, n_ranks): {case: words of what went wrong, or None}
+_results = {}  # (module, n_ranks): {case: description of the failure, or None}
 
 
 # ---- in the test --------------------------------------------------------------------
 
 
 def on_ranks(*n_ranks, **axes):
-    """Run a test for each number of ranks, 2 by default, and each value of the axes."""
+    """Run a test for each number of ranks, by default 2, and each value of the axes."""
 
     def decorate(body):
         body.n_ranks, body.axes = n_ranks or (2,), axes
@@ -64,7 +63,7 @@ def on_ranks(*n_ranks, **axes):
 
 
 def on_gpus_too(*n_ranks, **axes):
-    """Run a test on simulated GPUs too, with some of its values of the axes alone."""
+    """Also run a test on simulated GPUs, with some of its values of the axes."""
 
     def decorate(body):
         body.on_gpus = n_ranks or (2,), {**getattr(body, "axes", {}), **axes}
@@ -74,7 +73,7 @@ def on_gpus_too(*n_ranks, **axes):
 
 
 def as_torch(*n_ranks, **axes):
-    """Run a program by torch's class and by ours; what it yields must be the same."""
+    """Run a program with torch's class and with ours; both must yield the same."""
 
     def decorate(program):
         @functools.wraps(program)
@@ -90,7 +89,7 @@ def as_torch(*n_ranks, **axes):
 
 
 def parametrize(metafunc):
-    """Make a function's tests, for conftest.py."""
+    """Generate a function's tests, for conftest.py."""
     body = metafunc.function
     axes = getattr(body, "axes", {})
     rows = list(itertools.product(getattr(body, "n_ranks", (2,)), *axes.values()))
@@ -102,12 +101,12 @@ def parametrize(metafunc):
 
 
 def _name_of(value):
-    """Return what a value is called in every process."""
+    """Return a name for a value that is the same in every process."""
     return getattr(value, "__name__", value)
 
 
 def run_test(item):
-    """Run a test, for conftest.py, with all others of its file for as many ranks."""
+    """Run a test, for conftest.py, with all of its file for the same rank count."""
     n, case = _case_of(item)
     key = item.module.__name__, n
     name = case[0], *map(str, case[1:])
@@ -121,13 +120,13 @@ def run_test(item):
 
 
 def _case_of(item):
-    """Return a test's number of ranks; its name, and its values of the axes."""
+    """Return a test's number of ranks, and its name with its values of the axes."""
     point = dict(item.callspec.params)
     return point.pop("ranks"), (item.originalname, *point.values())
 
 
 def _run(session, module, n):
-    """Run every selected case of a file that is for n ranks; return what went wrong."""
+    """Run all selected cases of a file for n ranks; return the failures."""
     placed = [
         _case_of(item)
         for item in session.items
@@ -141,7 +140,7 @@ def _run(session, module, n):
         module,
         selected,
         timeout=BATCH_SECONDS,
-        rendezvous="tcp",  # a store in a file is asked every 10 ms
+        rendezvous="tcp",  # a file store polls only every 10 ms
         group_timeout=BATCH_SECONDS,
         env={"PACELINE_TIMEOUT": str(PEER_SECONDS), **environment()},
     )
@@ -159,7 +158,7 @@ def _words_of(row):
     if all(words is not None and words.startswith(SKIPPED) for words in row):
         return row[0]
     failed = [f"---- rank {rank}\n{words}" for rank, words in enumerate(row) if words]
-    # A rank that missed its peers comes after the one that they missed.
+    # Sort ranks that lost a peer after the rank that failed first.
     failed.sort(key=lambda words: "PeerError" in words or "PeerTimeoutError" in words)
     return "\n".join(failed) or None
 
@@ -191,16 +190,16 @@ def _run_case(rank, n_ranks, store, number, body, point):
     torch.set_default_dtype(torch.float32)
     store.set(f"case/{number}/{rank}", "")
     ends = [f"case/{number}/{each}" for each in range(n_ranks)]
-    with contextlib.suppress(RuntimeError):  # a rank that misses this one goes on
+    with contextlib.suppress(RuntimeError):  # if a peer never arrives, continue
         store.wait(ends, timedelta(seconds=5 * PEER_SECONDS))
-    if group is not None:  # its thread wakes 100 times a second
+    if group is not None:  # its thread wakes up 100 times a second
         dist.destroy_process_group(group)
     return words
 
 
 @functools.cache
 def gloo_takes_complex():
-    """Tell whether torch's own DistributedDataParallel takes complex numbers here."""
+    """Tell whether torch's DistributedDataParallel takes complex numbers here."""
     alone = dist.ProcessGroupGloo(
         dist.HashStore(), 0, 1, timedelta(seconds=PEER_SECONDS)
     )
@@ -212,25 +211,25 @@ def gloo_takes_complex():
 
 
 def skip_without_complex():
-    """Skip the case where torch's own DistributedDataParallel takes nothing complex."""
+    """Skip the case if torch's DistributedDataParallel takes no complex numbers."""
     if not gloo_takes_complex():
         pytest.skip(f"Gloo of torch {torch.__version__} takes no complex numbers")
 
 
 def has_argument(name):
-    """Tell whether torch's own DistributedDataParallel has an argument."""
+    """Tell whether torch's DistributedDataParallel has an argument."""
     theirs = torch.nn.parallel.DistributedDataParallel
     return name in inspect.signature(theirs).parameters
 
 
 def skip_without_argument(name):
-    """Skip the case where torch's own DistributedDataParallel has no such argument."""
+    """Skip the case if torch's DistributedDataParallel has no such argument."""
     if not has_argument(name):
         pytest.skip(f"DistributedDataParallel of torch {torch.__version__}: no {name}")
 
 
 def skip_with_bf16_hook(ranks):
-    """Skip the case where torch's own DistributedDataParallel takes the bf16 hook."""
+    """Skip the case if torch's DistributedDataParallel takes the bf16 hook."""
     try:
         ranks.wrap_by_torch(nn.Linear(1, 1)).register_comm_hook(
             None, default_hooks.bf16_compress_hook
@@ -241,7 +240,7 @@ def skip_with_bf16_hook(ranks):
 
 
 class Ranks:
-    """What a case knows of its ranks."""
+    """The ranks of a case, as one of them sees them."""
 
     def __init__(self, rank, n, group):
         self.rank, self.n, self.group = rank, n, group
@@ -259,33 +258,33 @@ class Ranks:
         )
 
     def alone(self):
-        """Return a group of this rank alone; every rank is to call this."""
+        """Return a group of only this rank; every rank must call this."""
         return [dist.new_group([rank]) for rank in range(self.n)][self.rank]
 
     def all(self, thing, by=None):
-        """Return every rank's thing, by rank; gathered by another group if given."""
+        """Gather `thing` of every rank, by rank; over the group `by` if given."""
         things = [None] * self.n
         dist.all_gather_object(things, thing, group=by or self.group)
         return things
 
     def assert_same(self, tensors, what):
-        """Check that every rank has the same bits."""
+        """Check that all ranks have the same bits."""
         for other in self.all([bits(t) for t in tensors]):
             assert other == [bits(t) for t in tensors], f"ranks differ in {what}"
 
     def generator(self, *key):
-        """Return random numbers that depend on the rank and the key."""
+        """Return a generator that is seeded by the rank and the key."""
         seed = zlib.crc32(repr((self.rank, *key)).encode())
         return torch.Generator().manual_seed(seed)
 
     def integers(self, *shape, dtype=torch.float32, key=0):
-        """Return small integers, the rank's own: sums of them are exact in any type."""
+        """Return this rank's small integers: sums of them are exact in any dtype."""
         drawn = torch.randint(-4, 5, shape, generator=self.generator(key, shape))
         return drawn.to(dtype)
 
 
 def bits(tensor):
-    """Return what tells a tensor from any other, by value; None stays None."""
+    """Return a tensor's dtype, shape and bytes for comparison; None stays None."""
     if tensor is None:
         return None
     data = tensor.detach().contiguous()
@@ -299,12 +298,12 @@ def bits(tensor):
 
 
 def grads_of(model):
-    """Return copies of a model's gradients; None where there is none."""
+    """Return copies of a model's gradients; None for a missing one."""
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def assert_equal(mine, theirs, what):
-    """Check bits, dtype, layout, and whether there is anything at all."""
+    """Check that bits, dtype and layout are equal, or that both are None."""
     if (mine is None) != (theirs is None):
         raise AssertionError(f"{what}: {mine} and {theirs}")
     if mine is not None and mine.is_sparse:
@@ -334,14 +333,14 @@ def step_of(model, *inputs):
 
 
 def assert_same_grads(mine, theirs, what="now"):
-    """Check that the gradients of two models have the same bits."""
+    """Check that two models have gradients of the same bits."""
     rows = zip(mine.named_parameters(), theirs.parameters(), strict=True)
     for (name, p), other in rows:
         assert_equal(p.grad, other.grad, f"{what}: the gradient of {name}")
 
 
 def compare_with_torch(ranks, program, *point):
-    """Run a program by both classes; all that it yields must be the same."""
+    """Run a program with both classes; check that they yield the same."""
     runs = []
     for wrap in (ranks.wrap_by_torch, ranks.wrap):
         torch.manual_seed(1)
@@ -367,7 +366,7 @@ def _assert_alike(mine, theirs, what):
 
 
 def mean_over(rows):
-    """Return the mean of what the ranks have, in rank order; None counts as zeros."""
+    """Return the mean over ranks, summed in rank order; None counts as zeros."""
     there = [row for row in rows if row is not None]
     if not there:
         return None
@@ -379,7 +378,7 @@ def mean_over(rows):
 
 
 def integer_weights(module, low=-2, high=3):
-    """Make every parameter small integers, the same on every rank."""
+    """Set all parameters to small integers, the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in module.parameters():
@@ -390,7 +389,7 @@ def integer_weights(module, low=-2, high=3):
 
 
 class Twin:
-    """A wrapped model and a plain one that goes the same way, averaged by hand."""
+    """A wrapped model and a plain one that takes the same steps, averaged by hand."""
 
     def __init__(self, ranks, module, **options):
         self.ranks = ranks
@@ -402,13 +401,13 @@ class Twin:
         self.ours.zero_grad(set_to_none=set_to_none)
 
     def local(self, loss):
-        """Go backward on both without averaging (ours inside no_sync)."""
+        """Run backward on both without averaging (on ours inside no_sync)."""
         loss(self.plain).backward()
         with self.ours.no_sync():
             loss(self.ours).backward()
 
     def step(self, loss, check=True, **options):
-        """Go backward on both and average the plain one's; check that they agree."""
+        """Run backward on both, average the plain model; check that they agree."""
         loss(self.plain).backward(**options)
         loss(self.ours).backward(**options)
         self.average()
@@ -450,7 +449,7 @@ def triples(self, output):
 
 
 PARTS = {
-    "run": {"_run_ddp_forward": doubles},  # as mmcv's wrapper has it
+    "run": {"_run_ddp_forward": doubles},  # as in mmcv's wrapper
     "before": {"_pre_forward": adds_to_inputs},
     "instead": {"_pre_forward": takes_inputs_as_they_are},
     "after": {"_post_forward": triples},
@@ -461,7 +460,7 @@ PARTS = {
 
 
 class Branches(nn.Module):
-    """Uses its second layer where it is told to."""
+    """Uses its second layer only if the caller says so."""
 
     def __init__(self):
         super().__init__()
@@ -473,7 +472,7 @@ class Branches(nn.Module):
 
 
 def net(*sizes):
-    """Return a small network; its first layers' gradients become views."""
+    """Return a small network; the gradients of its first layers become views."""
     sizes = sizes or (6, 150, 70, 2)
     layers = []
     for a, b in itertools.pairwise(sizes):
@@ -482,7 +481,7 @@ def net(*sizes):
 
 
 def train(twin, ranks, steps=3, loss=None, size=6, **options):
-    """Train both twins on the ranks' own data, and check each step."""
+    """Train both models of a twin on each rank's own data; check each step."""
     loss = loss or (lambda out: out.sum())
     for step in range(steps):
         twin.zero()
@@ -491,7 +490,7 @@ def train(twin, ranks, steps=3, loss=None, size=6, **options):
 
 
 class apart:
-    """Within this, each rank seems to run on a host of its own."""
+    """Within this context, each rank appears to run on a separate host."""
 
     def __enter__(self):
         self.before = peers.Host.shares_memory_with
@@ -502,7 +501,7 @@ class apart:
 
 
 def factors(ranks, model, key):
-    """Return the rank's own small integers, of the shapes of the model's parameters."""
+    """Return this rank's small integers, in the shapes of the model's parameters."""
     return [
         ranks.integers(*p.shape, dtype=p.dtype, key=(key, i))
         for i, p in enumerate(model.parameters())

@@ -1,4 +1,4 @@
-"""Runs on ranks what takes `ranks`: see cases.py."""
+"""Run tests that take `ranks` on ranks: see cases.py."""
 
 import cases
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of ranks, on GPUs that a fake library stands for: see support/fake_gpus.py."""
+"""Tests on ranks with simulated GPUs: see support/fake_gpus.py."""
 
 import functools
 
@@ -7,7 +7,7 @@ from support import fake_gpus
 
 
 def on_gpus(*n_ranks, **axes):
-    """Run a function on ranks that have a GPU each; as `cases.on_ranks`."""
+    """Run a function on ranks with one GPU each, like `cases.on_ranks`."""
 
     def decorate(body):
         @functools.wraps(body)

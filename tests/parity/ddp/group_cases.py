@@ -1,4 +1,4 @@
-"""What the tests of process groups of other kinds share: a group in Python."""
+"""A process group in Python, for tests of groups that are neither Gloo nor NCCL."""
 
 import paceline
 import torch.distributed as dist
@@ -9,13 +9,13 @@ class WaitOnly(dist.Work):
         super().__init__()
         self.work, self.counts = work, counts
 
-    def wait(self, timeout):  # as torch's core calls it
+    def wait(self, timeout):  # torch's core calls it with this name
         self.counts["wait"] = self.counts.get("wait", 0) + 1
         return self.work.wait()
 
 
 class FutureOnly(dist.Work):
-    """The inherited wait() of such a Work never returns."""
+    """A Work with a future only: its inherited wait() never returns."""
 
     def __init__(self, work, counts):
         super().__init__()
@@ -27,13 +27,13 @@ class FutureOnly(dist.Work):
 
 
 class WaitAndFuture(FutureOnly):
-    """Each of the two is to be called."""
+    """A Work whose wait() and future must both be used."""
 
     wait = WaitOnly.wait
 
 
 class Over(dist.ProcessGroup):
-    """A group in Python over another; it counts its calls."""
+    """A group in Python that forwards to another one and counts its calls."""
 
     def __init__(self, inner, works=None):
         super().__init__(inner.rank(), inner.size())
@@ -47,7 +47,7 @@ class Over(dist.ProcessGroup):
         work = getattr(self.inner, kind)(*args)
         return work if self.works is None else self.works(work, self.counts)
 
-    # As torch calls them, with options.
+    # The names and options with which torch calls them.
     def allreduce(self, tensors, opts):
         return self.begin("allreduce", tensors, opts)
 

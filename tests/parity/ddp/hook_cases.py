@@ -1,4 +1,4 @@
-"""What the tests of communication hooks share."""
+"""Helpers for tests of communication hooks."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ def hooked(ranks, wrap, module, hook, state=lambda ranks: ranks.group, **options
 
 
 def trained(ranks, model, steps=4, loss=None, data=None):
-    """Take steps; yield gradients and parameters after each."""
+    """Take steps; after each, yield gradients and parameters."""
     loss = loss or (lambda model, x: model(x).square().sum())
     data = data or (
         lambda step: torch.randn(3, 6, generator=ranks.generator("data", step))
@@ -55,7 +55,7 @@ def chain_with_a_second_collective(state, bucket):
 
 
 def by_hand(state, bucket):
-    """Finish at once, without a future of a collective's."""
+    """Finish at once, without the future of a collective."""
     state.allreduce([bucket.buffer()]).wait()
     future = torch.futures.Future()
     future.set_result(bucket.buffer() / state.size())
@@ -68,7 +68,7 @@ def exchanged(state, bucket):
 
 
 def by_parameter(state, bucket):
-    """Scale each gradient in place, through its own view."""
+    """Scale each gradient in place, through its view."""
     pairs = zip(bucket.gradients(), bucket.parameters(), strict=True)
     for gradient, parameter in pairs:
         assert gradient.shape == parameter.shape
@@ -77,16 +77,16 @@ def by_parameter(state, bucket):
 
 
 def as_doubles(state, bucket):
-    """Come back with another dtype: it is converted."""
+    """Return another dtype, which is then converted."""
     bucket.set_buffer(bucket.buffer().double())
     return reduced(state, bucket)
 
 
 class Countdown:
-    """A callable object; it makes of gradients what depends on the bucket's number."""
+    """A callable hook whose result depends on the bucket's number."""
 
     def __init__(self):
-        self.__name__ = self.__qualname__ = "countdown"  # torch asks for them
+        self.__name__ = self.__qualname__ = "countdown"  # torch reads them
 
     def __call__(self, state, bucket):
         bucket.buffer().mul_(2.0 + bucket.index() + 10 * bucket.is_last())

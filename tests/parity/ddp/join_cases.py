@@ -1,4 +1,4 @@
-"""What the tests of join() share."""
+"""Helpers for tests of join()."""
 
 import torch
 from cases import grads_of, integer_weights, mean_over
@@ -10,9 +10,9 @@ FIND = {"find_unused_parameters": True}
 
 
 class Wide(nn.Module):
-    """Gradients depend on the input alone, so any training is exact.
+    """A module whose gradients depend only on the input, so training is exact.
 
-    One parameter is large enough to become a view, three are not.
+    The gradient of one parameter is large enough to become a view; three are not.
     """
 
     def __init__(self, has_unused=True):
@@ -33,7 +33,7 @@ def context_of(model, context, **options):
 
 
 def train(model, ranks, context, count, step=None, **options):
-    """Train in a context; return the gradients of every step."""
+    """Train inside a join context; return the gradients of every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen = []
     with context_of(model, context, **options):
@@ -49,7 +49,7 @@ def train(model, ranks, context, count, step=None, **options):
 
 
 def steps_over_active(ranks, model, has):
-    """Take the rank's steps; yield each, with the mean x of the ranks that have it."""
+    """Take the rank's steps; yield each, with the mean x of the ranks that take it."""
     xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(max(has))]
     for i in range(has[ranks.rank]):
         model.zero_grad()

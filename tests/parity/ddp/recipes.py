@@ -1,8 +1,8 @@
-"""Whole recipes as users write them, for test_recipes.py.
+"""Training recipes as users write them, for test_recipes.py.
 
-A recipe is a generator: it builds its models from a seed, wraps them by what it is
-given, trains, and yields what is to be compared after each step.  `ON_TORCH` are those
-that torch's class can run too, which makes it the reference.
+A recipe is a generator.  It builds its models from a seed, wraps them with the function
+that it receives, trains, and yields after each step the tensors to compare.  torch's
+class can run the recipes in `ON_TORCH` too, and is the reference for them.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ N_STEPS = 3
 
 
 def tensors_of(*things):
-    """Return modules' parameters and gradients, and tensors as they are."""
+    """Return the parameters and gradients of modules, and tensors unchanged."""
     found = []
     for thing in things:
         if isinstance(thing, nn.Module):
@@ -32,7 +32,7 @@ def tensors_of(*things):
 
 
 class Run:
-    """What a recipe is given: how to wrap, and data that each rank has for itself."""
+    """The argument of a recipe: a function that wraps, and the rank's own data."""
 
     def __init__(self, ranks, wrap):
         self.ranks, self.rank, self.wrap = ranks, ranks.rank, wrap
@@ -42,7 +42,7 @@ class Run:
         return torch.randn(shape, generator=self.ranks.generator(key, shape))
 
     def wrap_copyable(self, module, **options):
-        """Wrap over the default group: only then may a wrapper be copied."""
+        """Wrap over the default group: other wrappers cannot be copied."""
         by_torch = nn.parallel.DistributedDataParallel
         wrap = by_torch if self.is_torch else paceline.DistributedDataParallel
         return wrap(module, **options)
@@ -59,7 +59,7 @@ def sgd(model, **options):
 
 
 def trained(run, model, optimizer, shape=(4, 6), loss=None):
-    """Take the steps of a plain loop; yield what is to be compared."""
+    """Take the steps of a plain loop; yield the tensors to compare."""
     loss = loss or (lambda x: model(x).square().mean())
     for step in range(N_STEPS):
         optimizer.zero_grad()
@@ -119,7 +119,7 @@ def stochastic_weight_averaging(run):
         scheduler.step()
         yield tensors_of(model, average)
     swa_utils.update_bn([run.normal(4, 6, key=i) for i in range(3)], average)
-    # torch sends rank 0's statistics here too; paceline sends none without gradients.
+    # torch sends rank 0's statistics here too; paceline sends them only with gradients.
     yield [*average.buffers()] if run.rank == 0 else []
 
 
@@ -165,7 +165,7 @@ def quasi_newton(run):
             optimizer.zero_grad()
             loss = model(x).square().mean()
             loss.backward()
-            return run.ranks.all(loss.item())[0]  # every rank must take the same turns
+            return run.ranks.all(loss.item())[0]  # all ranks must branch alike
 
         optimizer.step(closure)
         yield tensors_of(model)
@@ -191,7 +191,7 @@ def accumulation_with_clipping_and_a_scheduler(run):
 
 
 def stateless_teacher(run):
-    """A teacher's weights are swapped into the wrapper itself, for one forward."""
+    """Swap a teacher's weights into the wrapper itself for one forward."""
     model = run.wrap(mlp())
     teacher = copy.deepcopy(model.module).requires_grad_(False)
     swapped = {f"module.{k}": p for k, p in teacher.named_parameters()}
@@ -230,7 +230,7 @@ def truncated_backpropagation_through_time(run):
 
 
 def meta_learning(run):
-    """One inner step by autograd.grad, then the outer gradient through it."""
+    """Take an inner step by autograd.grad, then the outer gradient through it."""
     model = run.wrap(mlp())
 
     def loss(data):
@@ -243,7 +243,7 @@ def meta_learning(run):
         rows = zip(params.items(), slopes, strict=True)
         fast = {name: p - 0.1 * slope for (name, p), slope in rows}
         outer = torch.func.functional_call(model.module, fast, (y,))
-        # Through the wrapper too: torch averages what comes of its forward only.
+        # Use the wrapper too: torch averages only gradients of its forward.
         return outer.square().mean() + 0 * model(x).sum()
 
     yield from trained(run, model, sgd(model), (2, 4, 6), loss)
@@ -318,7 +318,7 @@ def a_backward_in_another_thread(run):
         yield tensors_of(model)
 
 
-# ---- what models are made of ---------------------------------------------------------
+# ---- parts of models -----------------------------------------------------------------
 
 
 def weight_normalisation(run):
@@ -331,7 +331,7 @@ def weight_normalisation(run):
 
 
 def spectral_normalisation(run):
-    """The power iteration's buffers change in each of two forwards."""
+    """The buffers of the power iteration change in each of two forwards."""
     parts = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 40))
     model = run.wrap(nn.Sequential(parts, nn.Tanh(), nn.Linear(40, 2)))
 

@@ -1,16 +1,16 @@
-"""Runs what goes wrong with torch's DistributedDataParallel, by torch and by paceline.
+"""Run known problems of torch's DistributedDataParallel with torch and with paceline.
 
     python tests/parity/ddp/sixteen.py            # prints the table, in about a minute
     python tests/parity/ddp/sixteen.py --write    # writes it to ../README.md
 
-Sixteen experiments, and five more, each of two ranks in fresh processes over Gloo.  A
-rank that raises ends, as an uncaught exception ends a script; one that is through lives
-on until the other is.  An experiment returns, by name, pairs of numbers: the found and
-the asked for (of a gradient: the average over the ranks).  Rank r's gradients
-are r + 1, so that averages are 1.5.
+There are sixteen experiments and five more, each on two ranks in fresh processes over
+Gloo.  A rank that raises ends, as a script does after an uncaught exception.  A rank
+that has finished stays alive until its peer has finished too.  An experiment returns
+pairs of numbers by name, (found, expected); for a gradient, the expected number is the
+average over ranks.  Rank r's gradients are r + 1, so averages are 1.5.
 
-A row says "works" where all numbers are as asked for, and "raises at once" where that
-takes less than `AT_ONCE` seconds; the deadline of either library is `DEADLINE`.
+A row says "works" if all numbers are as expected, and "raises at once" if ranks raised
+within `AT_ONCE` seconds.  The deadline of both libraries is `DEADLINE`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import torch.distributed as dist
 from support.ranks import RanksFailedError, RanksTimeoutError, start_ranks, tell
 from torch import nn
 
-DEADLINE = 4.0  # seconds: of the process group, and PACELINE_TIMEOUT
+DEADLINE = 4.0  # seconds, of the process group and as PACELINE_TIMEOUT
 AT_ONCE = DEADLINE / 2
 LIMIT = 20.0  # seconds after which a run is killed
 
@@ -49,13 +49,13 @@ CLASSES = {
     "paceline": paceline.DistributedDataParallel,
 }
 
-Pairs = dict[str, tuple[float, float]]  # name: (found, asked for)
+Pairs = dict[str, tuple[float, float]]  # name: (found, expected)
 Body = Callable[[Any, int], Pairs]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What two ranks do, with a class to wrap models by, and what to know about it."""
+    """A program for two ranks, which takes a class to wrap models with, and a note."""
 
     body: Body
     note: str
@@ -74,7 +74,7 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 
 def experiment(note: str) -> Callable[[Body], Body]:
-    """Enter a function into the table, with a note."""
+    """Add a function to the table, with a note."""
 
     def enter(body: Body) -> Body:
         EXPERIMENTS[body.__name__] = Experiment(body, note)
@@ -84,10 +84,10 @@ def experiment(note: str) -> Callable[[Body], Body]:
 
 
 class LeaveError(Exception):
-    """Raised in an experiment to end the rank's process, silently."""
+    """Ends the rank's process silently when an experiment raises it."""
 
 
-_kept: list[Any] = []  # outlives its experiment, as what a script has does
+_kept: list[Any] = []  # outlives its experiment, like a script's globals
 
 
 # ---- the models ----------------------------------------------------------------------
@@ -98,7 +98,7 @@ def line(n_outputs: int = 4) -> nn.Linear:
 
 
 class TwoLines(nn.Module):
-    """Two layers, of which a forward uses those that it is told."""
+    """Two layers; the argument of a forward says which of them it uses."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -119,19 +119,19 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def ones(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the input that makes a weight's gradient the rank + 1."""
+    """Return an input with which a weight's gradient is rank + 1."""
     return torch.full((1, 4), rank + 1.0, dtype=dtype)
 
 
 def grad(parameter: torch.Tensor) -> float:
-    """Return the gradient's first number: NaN where there is none."""
+    """Return the gradient's first number; NaN if there is no gradient."""
     return (
         float("nan") if parameter.grad is None else parameter.grad.flatten()[0].item()
     )
 
 
 def step(model: nn.Module, rank: int) -> torch.Tensor:
-    """Take a step; return its loss, which the loop of a script keeps until the next."""
+    """Take a step; return its loss, which a script's loop keeps until the next step."""
     model.zero_grad()
     dtype = next(model.parameters()).dtype
     loss: torch.Tensor = model(ones(rank, dtype)).sum()
@@ -180,7 +180,7 @@ def rank_1_has_more_parameters(wrap: Any, rank: int) -> Pairs:
     return {"weight.grad": (grad(module[0].weight), 1.5)}
 
 
-# ---- the model is not what it was, or is not all used --------------------------------
+# ---- the model has changed, or is partly unused --------------------------------------
 
 
 @experiment("torch needs find_unused_parameters=True")
@@ -324,7 +324,7 @@ def rank_1_alone_freezes_a_parameter(wrap: Any, rank: int) -> Pairs:
     return {"weight.grad": (grad(module.weight), 1.5)}
 
 
-# ---- the step is an unusual one ------------------------------------------------------
+# ---- the step is unusual -------------------------------------------------------------
 
 
 @experiment("torch documents that the forward must be inside")
@@ -368,7 +368,7 @@ def two_forwards_come_before_one_backward(wrap: Any, rank: int) -> Pairs:
 
 
 class Plain:
-    """An output that no library can look into."""
+    """An output in which no library can find tensors."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -416,7 +416,7 @@ def the_wrapper_is_pickled_and_copied(wrap: Any, rank: int) -> Pairs:
 def averaged_gradient(
     module: nn.Sequential, loss: Callable[[nn.Module], torch.Tensor]
 ) -> float:
-    """Return the last layer's gradient, averaged over the ranks without a wrapper."""
+    """Return the last layer's gradient, averaged over ranks without a wrapper."""
     loss(module).backward()
     gradient = module[2].weight.grad
     dist.all_reduce(gradient)
@@ -428,7 +428,7 @@ def averaged_gradient(
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one rank, and when on the host's clock."""
+    """The outcome of a rank, with times of the host's clock."""
 
     began: float
     ended: float
@@ -467,7 +467,7 @@ def _are_close(found: float, asked: float) -> bool:
 
 
 def _shorten(words: str) -> str:
-    """Return what tells: without Gloo's source lines and advice, and not at length."""
+    """Shorten a message: drop Gloo's source lines and advice, and cut the rest."""
     words = re.sub(r"\[/[^]]*\] | \[[\d.]*\]:\d+|\. This is typically .*", "", words)
     return textwrap.shorten(words, 240, placeholder=" ...")
 
@@ -477,10 +477,10 @@ def _describe_exit(code: int) -> str:
 
 
 def on_rank(rank: int, n_ranks: int, library: str, name: str) -> None:
-    """Run an experiment; tell the beginning and the report."""
+    """Run an experiment; send its begin and its report to the test."""
     if library == "torch":
-        importlib.import_module("torch._dynamo")  # else its constructor does, slowly
-    dist.barrier()  # so that both begin at the same time
+        importlib.import_module("torch._dynamo")  # slow: else the constructor does it
+    dist.barrier()  # so that both ranks begin at the same time
     began = time.monotonic()
     tell(began)
     try:
@@ -502,10 +502,10 @@ Kind = Literal["works", "raises", "hangs", "wrong", "aborts"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an experiment came to."""
+    """The outcome of an experiment."""
 
     kind: Kind
-    reports: tuple[Report, ...]  # by rank; none where the run was killed
+    reports: tuple[Report, ...]  # by rank; empty if the run was killed
 
     @property
     def seconds(self) -> float:
@@ -513,7 +513,7 @@ class Verdict:
 
     @property
     def errors(self) -> list[str | None]:
-        """The whole message of each rank, with the name of its type."""
+        """Each rank's whole error message, with the name of the error's type."""
         return [report.error for report in self.reports]
 
     def __str__(self) -> str:
@@ -533,7 +533,7 @@ class Verdict:
 
 
 def judge(reports: tuple[Report, ...]) -> Verdict:
-    """Return the verdict on what the ranks report."""
+    """Return the verdict on the ranks' reports."""
     kind: Kind = "works"
     if any(report.exitcode is not None for report in reports):
         kind = "aborts"
@@ -547,7 +547,7 @@ def judge(reports: tuple[Report, ...]) -> Verdict:
 
 
 def run(library: str, name: str) -> Verdict:
-    """Run an experiment by "torch" or "paceline", in fresh processes."""
+    """Run an experiment with "torch" or "paceline", in fresh processes."""
     reports = []
     try:
         with start_ranks(
@@ -585,7 +585,7 @@ def _cell(verdict: Verdict) -> str:
 
 
 def table(names: list[str]) -> str:
-    """Run experiments by both classes; return the table."""
+    """Run experiments with both classes; return the table."""
     version = torch.__version__.split("+")[0]
     rows = [f"| experiment | torch {version} | paceline | note |", "|---|---|---|---|"]
     for name in names:

@@ -1,4 +1,4 @@
-"""What the tests of sparse gradients share."""
+"""Helpers for tests of sparse gradients."""
 
 import torch
 from cases import Twin, assert_equal, integer_weights, mean_over
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def means_by_hand(ranks, module):
-    """Return the mean of each parameter's gradient, densely, by name."""
+    """Return the dense mean of each parameter's gradient, by name."""
     rows = ranks.all(
         {
             name: None if p.grad is None else p.grad.detach().to_dense()
@@ -17,7 +17,7 @@ def means_by_hand(ranks, module):
 
 
 def assert_means(module, means, layouts):
-    """Check values against means by hand, and the layouts."""
+    """Compare gradients with means by hand, and check their layouts."""
     for name, p in module.named_parameters():
         layout = layouts.get(name, torch.strided)
         assert p.grad is not None, f"{name} has no gradient"
@@ -44,19 +44,19 @@ class Words(nn.Module):
 
 
 def words_of(ranks, n=12, n_rows=20, key=0):
-    """Return numbers of rows, the rank's own, some more than once."""
+    """Return this rank's row numbers; some occur more than once."""
     return torch.randint(0, n_rows, (n,), generator=ranks.generator("words", key, n))
 
 
 class ByHand(Twin):
-    """A plain model, and the same one wrapped: the mean of gradients is by hand."""
+    """A plain model and the same model wrapped; gradients are averaged by hand."""
 
     def local(self, *inputs):
-        """Go backward on both without averaging."""
+        """Run backward on both without averaging."""
         super().local(lambda model: model(*inputs).sum())
 
     def step(self, *inputs, layouts=SPARSE):
-        """Go backward on both; check the means, and return them."""
+        """Run backward on both; check the means and return them."""
         self.plain(*inputs).sum().backward()
         self.ours(*inputs).sum().backward()
         means = means_by_hand(self.ranks, self.plain)

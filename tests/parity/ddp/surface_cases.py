@@ -1,4 +1,4 @@
-"""What the tests of the surface share."""
+"""Models for test_surface.py and test_surface_training.py."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ X = torch.tensor([[1.0, 2.0]])
 
 
 class Counting(nn.Module):
-    """Has a buffer that each rank writes for itself."""
+    """Has a buffer that each rank writes on its own."""
 
     def __init__(self, rank):
         super().__init__()
@@ -19,7 +19,7 @@ class Counting(nn.Module):
 
 
 class Chain(nn.Module):
-    """Four layers.  Of torch's own modules not every torch compiles the forward."""
+    """Four layers; not every torch compiles the forwards of its own containers."""
 
     def __init__(self):
         super().__init__()

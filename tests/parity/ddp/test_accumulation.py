@@ -1,4 +1,4 @@
-"""Accumulation, unused parameters, and gradients that somebody keeps."""
+"""Accumulation, unused parameters, and gradients that a program keeps."""
 
 import contextlib
 import gc
@@ -24,11 +24,11 @@ from support.processes import shared_mappings
 from support.threads import in_threads
 from torch import nn
 
-LARGE, SMALL = (120, 100), (7,)  # above and below what becomes a view
+LARGE, SMALL = (120, 100), (7,)  # gradients of LARGE become views, of SMALL do not
 
 
 class Bag(nn.Module):
-    """Large and small parameters in pairs; forward says which are used, and how."""
+    """Large and small parameters in pairs; the arguments of forward select them."""
 
     def __init__(self, n_pairs=3):
         super().__init__()
@@ -37,7 +37,7 @@ class Bag(nn.Module):
         )
 
     def forward(self, factors):
-        """Add up parameters times factors; None: the parameter is not used."""
+        """Sum the parameters times factors; None leaves a parameter out."""
         terms = [
             (p * f).sum()
             for p, f in zip(self.weights, factors, strict=True)
@@ -47,7 +47,7 @@ class Bag(nn.Module):
 
 
 def factors(ranks, model, key, used=None):
-    """Return the rank's own integers for what is used, None for the rest."""
+    """Return this rank's integers for used parameters, None for the others."""
     return [
         ranks.integers(*p.shape, key=(key, i)) if used is None or i in used else None
         for i, p in enumerate(model.parameters())
@@ -59,7 +59,7 @@ def loss(ranks, key, used=None):
 
 
 def assert_means(ranks, model, key):
-    """Check the gradients of a loss that uses all."""
+    """Check the gradients of a loss that uses all parameters."""
     rows = zip(*ranks.all(factors(ranks, model, key)), strict=True)
     for p, row in zip(model.parameters(), rows, strict=True):
         assert_equal(p.grad, mean_over(row), f"step {key}")
@@ -70,7 +70,7 @@ def assert_means(ranks, model, key):
 
 @on_gpus_too()
 def test_what_is_not_to_be_synchronised_may_be_said_by_hand(ranks):
-    """By no_sync() in its ways: the loops of test_differential_programs.py."""
+    """For no_sync() itself, see the loops of test_differential_programs.py."""
     twin = Twin(ranks, Bag())
     for step in range(3):
         twin.zero(set_to_none=step != 1)
@@ -86,7 +86,7 @@ def test_what_is_not_to_be_synchronised_may_be_said_by_hand(ranks):
 def test_a_whole_step_without_synchronisation_waits_for_nobody(ranks):
     model = ranks.wrap(Bag())
     with model.no_sync():
-        for step in range(ranks.rank + 1):  # ranks may take different numbers of them
+        for step in range(ranks.rank + 1):  # the number may differ between ranks
             loss(ranks, step)(model).backward()
     loss(ranks, "last")(model).backward()
     ranks.assert_same([p.grad for p in model.parameters()], "the average")
@@ -117,7 +117,7 @@ def test_no_sync_that_is_not_enabled_does_nothing(ranks, wrap, strict, how):
 
 
 def test_what_was_accumulated_and_reset_neither_is_averaged_nor_counts_as_used(ranks):
-    """An optimizer would decay a weight whose gradient is zeros, not None."""
+    """If its gradient were zeros instead of None, an optimizer would decay a weight."""
     twin = Twin(ranks, Bag())
     for used in (None, {4, 5}):
         twin.local(loss(ranks, 0))
@@ -168,7 +168,7 @@ def test_a_gradient_that_nobody_used_is_the_same_object_with_the_same_values(ran
 
 @on_gpus_too()
 def test_ranks_own_gradients_of_what_nobody_used_are_left_alone(ranks):
-    """As torch: what was set by hand and is used by nobody is nobody's to average."""
+    """As in torch, a gradient set by hand is not averaged if no rank uses it."""
     model = ranks.wrap(Bag())
     for p in model.parameters():
         p.grad = torch.full_like(p, float(ranks.rank))
@@ -178,7 +178,7 @@ def test_ranks_own_gradients_of_what_nobody_used_are_left_alone(ranks):
             assert p.grad.unique().tolist() == [float(ranks.rank)]
 
 
-# ---- gradients that somebody keeps --------------------------------------------------
+# ---- gradients that a program keeps -------------------------------------------------
 
 KEEP = {
     "itself": lambda grad: grad,
@@ -192,7 +192,7 @@ KEEP = {
 @on_gpus_too(keep=["itself"], whose=["rank 1's"])
 @on_ranks(keep=[*KEEP], whose=["all ranks'", "rank 1's"])
 def test_kept_gradients_survive_the_next_backwards(ranks, keep, whose):
-    """Where rank 0 keeps none, its next sums must not land in those of rank 1."""
+    """If only rank 1 keeps some, rank 0's next sums must not overwrite them."""
     model = ranks.wrap(Bag())
     kept = []
     for step in range(4):
@@ -240,11 +240,11 @@ def test_kept_gradients_survive_whatever_the_next_backward_is(ranks, use, then):
     for i, (tensor, old) in enumerate(zip(kept, values, strict=True)):
         assert_equal(tensor, old, f"kept gradient {i}")
     for p in model.parameters():
-        p.grad = None  # of create_graph: a cycle
+        p.grad = None  # create_graph made a cycle
 
 
 def turned(tensor):
-    """Return the same values in the other order of memory."""
+    """Return the same values in the opposite memory order."""
     return tensor.t().contiguous().t()
 
 
@@ -279,7 +279,7 @@ def test_gradients_live_on_after_the_wrapper_and_then_free_its_memory(ranks):
     del model
     gc.collect()
     assert [bits(p.grad) for p in bare.parameters()] == grads
-    loss(ranks, 1)(bare).backward()  # adds to it, locally
+    loss(ranks, 1)(bare).backward()  # accumulates locally
     bare.zero_grad()
     gc.collect()
     assert set(shared_mappings()) <= set(before)
@@ -353,7 +353,7 @@ def test_backward_towards_some_inputs_averages_those(ranks):
 def test_two_backwards_in_opposite_order_on_two_ranks_are_an_error_at_once(
     ranks, checks
 ):
-    """No rank can have what it waits for before it goes on."""
+    """Each rank waits for what the other would send only after its own wait."""
     models = [ranks.wrap(net()), ranks.wrap(net())]
     for model in models if checks == "both" else []:
         model(ranks.integers(3, 6)).sum().backward()
@@ -367,7 +367,7 @@ def test_two_backwards_in_opposite_order_on_two_ranks_are_an_error_at_once(
 
     with pytest.raises(MismatchError, match="wait for one another"):
         run()
-    ranks.all(None)  # who leaves before another has looked is all that one hears of
+    ranks.all(None)  # else a rank may only see that its peer has left
 
 
 def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
@@ -375,7 +375,7 @@ def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
 
     def run(which):
         if which != ranks.rank:
-            time.sleep(1.5)  # longer than ranks look on at one another
+            time.sleep(1.5)  # longer than ranks wait before they check each other
         for _ in range(3):
             models[which](ranks.integers(3, 6)).sum().backward()
 
@@ -385,12 +385,12 @@ def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
 
 
 def test_a_slow_rank_is_waited_for_after_another_wrapper_failed(ranks):
-    """Not taken for a rank that waits there: what it waited for has failed."""
+    """It must not count as waiting there: what it waited for has failed."""
     slow, failing = ranks.wrap(net()), ranks.wrap(net())
     for model in (slow, failing):
         model(ranks.integers(3, 6)).sum().backward()
     out = failing(ranks.integers(3, 6))
-    ranks.all(0)  # a forward that came later would hear of the failure already
+    ranks.all(0)  # a later forward would already raise the failure
     if ranks.rank == 0:
         out.register_hook(_explode)
     with pytest.raises((ZeroDivisionError, PeerError)):
@@ -412,7 +412,7 @@ def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(rank
     for step in range(3):
         model.zero_grad()
         handle = model.module.weights[0].register_hook(_explode)
-        with pytest.raises((ZeroDivisionError, PeerError)):  # a peer's may come first
+        with pytest.raises((ZeroDivisionError, PeerError)):  # the peer's may be first
             loss(ranks, step)(model).backward()
         handle.remove()
         model.zero_grad()
@@ -423,7 +423,7 @@ def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(rank
 @on_gpus_too()
 @on_ranks(where=["before forward", "before backward"])
 def test_a_rank_that_is_late_hears_of_the_failure_at_that_step(ranks, where):
-    """Rank 0 fails, catches and goes on before rank 1 has come that far."""
+    """Rank 0 fails, catches the error and continues before rank 1 is that far."""
     model = ranks.wrap(Bag())
     loss(ranks, "first")(model).backward()
     model.zero_grad()

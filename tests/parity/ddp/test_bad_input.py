@@ -1,4 +1,4 @@
-"""What cannot be wrapped is one clear error on every rank; the group stays usable."""
+"""If a model cannot be wrapped, all ranks raise one error; the group stays usable."""
 
 import paceline
 import pytest
@@ -17,7 +17,7 @@ def net():
 
 
 def refusals(ranks, module, **options):
-    """Wrap on every rank; return each one's (kind, words) of what was raised."""
+    """Wrap on every rank; return the type and the message of each rank's error."""
     outcome = None
     try:
         ranks.wrap(module, **options)
@@ -30,7 +30,7 @@ def refusals(ranks, module, **options):
 
 
 def mismatch(ranks, module, **options):
-    """Return the words of a MismatchError, which are the same on every rank."""
+    """Return the message of a MismatchError, which is the same on every rank."""
     rows = refusals(ranks, module, **options)
     assert rows == [rows[0]] * ranks.n
     kind, words = rows[0]
@@ -39,7 +39,7 @@ def mismatch(ranks, module, **options):
 
 
 def assert_still_usable(ranks):
-    """Check the user's group, and that a correct wrap works."""
+    """Check that the user's group works, and that a correct model can be wrapped."""
     one = torch.ones(1)
     dist.all_reduce(one, group=ranks.group)
     assert one.item() == ranks.n
@@ -52,7 +52,7 @@ def assert_still_usable(ranks):
 # ---- models that differ -------------------------------------------------------------
 
 
-# unit/ddp/test_model.py has each kind of difference, and sixteen.py some on ranks.
+# unit/ddp/test_model.py has all kinds of differences; sixteen.py has some on ranks.
 CHANGES = {
     "shape": (
         lambda m: setattr(m[2], "weight", nn.Parameter(torch.zeros(2, 5))),
@@ -93,10 +93,10 @@ def test_the_odd_one_is_named_where_it_is_rank_0(ranks):
 
 
 def test_models_are_compared_without_the_first_synchronisation_too(ranks):
-    """Gradients would be cross-wired otherwise."""
+    """Otherwise ranks would average gradients of different parameters."""
     module = net()
     if ranks.rank == 1:
-        module._modules["end"] = module._modules.pop("2")  # renamed
+        module._modules["end"] = module._modules.pop("2")  # rename a child
     mismatch(ranks, module, init_sync=False)
 
 
@@ -128,8 +128,8 @@ def test_a_bucket_size_of_the_same_bytes_is_the_same(ranks):
 
 # ---- one rank's model alone ---------------------------------------------------------
 
-# What one rank wraps, or is given; the error that all have, and its words.  The words
-# of others: test_strict.py and unit/ddp.
+# The model or options of one rank; the error of all ranks and its message.  For other
+# messages see test_strict.py and unit/ddp.
 ON_ONE = {
     "nothing to train": (
         lambda m: m.requires_grad_(False),

@@ -1,6 +1,6 @@
-"""What goes wrong in communication hooks: one clear error, on every rank, and no hang.
+"""If a communication hook fails, every rank raises one clear error, and none hangs.
 
-test_comm_hooks.py has what goes right.
+test_comm_hooks.py tests hooks that succeed.
 """
 
 import os
@@ -33,7 +33,7 @@ def backward(ranks, model, key=0):
 
 
 def outcome_of(ranks, model, key=0):
-    """Go backward; return (kind, words) of what was raised, or None."""
+    """Run backward; return the error's (type, message), or None."""
     try:
         backward(ranks, model, key)
     except Exception as error:
@@ -41,7 +41,7 @@ def outcome_of(ranks, model, key=0):
     return None
 
 
-# ---- what cannot be registered ------------------------------------------------------
+# ---- hooks that cannot be registered ------------------------------------------------
 
 
 def bad_bucket(state, bucket: int):
@@ -129,7 +129,7 @@ def test_a_hook_on_one_rank_alone_is_an_error_on_both(ranks):
     assert "MismatchError" in {row[0] for row in rows}
 
 
-# ---- what a hook gives back ---------------------------------------------------------
+# ---- what a hook returns ------------------------------------------------------------
 
 
 def raising_future(state, bucket):
@@ -165,7 +165,7 @@ def test_what_a_hook_may_not_give_back_is_an_error_out_of_backward(ranks, what):
     backward_failed = outcome_of(ranks, model)
     assert backward_failed is not None
     kind, said = backward_failed
-    if kind != "PeerError":  # the first rank to raise tells the other
+    if kind != "PeerError":  # the error of the rank that raises first
         assert kind in ("RuntimeError", "KeyError")
         assert words in said
     assert "PeerError" not in {
@@ -175,12 +175,12 @@ def test_what_a_hook_may_not_give_back_is_an_error_out_of_backward(ranks, what):
 
 @on_ranks(peer=["does the same", "raises"])
 def test_a_hook_without_a_future_is_refused_on_its_own_rank(ranks, peer):
-    """Also where the other rank has failed before this one's backward is over."""
+    """Also if the other rank has failed before this rank's backward is over."""
     store = dist.distributed_c10d._get_default_store()
     called, failed = f"called: {peer}", f"failed: {peer}"
 
     def hook(state, bucket):
-        if not state:  # the first step, in which all hooks are called at the end
+        if not state:  # in the first step, all hooks run at the end of backward
             return doubled(state, bucket)
         if ranks.rank == 1:
             store.set(called, "1")
@@ -237,7 +237,7 @@ WHERE = ["before its collective", "after its collective", "in its future", "at o
 
 @on_ranks(3, where=WHERE, first=[True, False])
 def test_an_error_of_one_ranks_hook_is_told_to_its_peers(ranks, where, first):
-    """Whether it is the first step, at whose end all is posted, or a later one."""
+    """In the first step, which runs all hooks at its end, and in a later one."""
     is_odd = ranks.rank == 1
     armed = [first]
 
@@ -260,7 +260,7 @@ def test_an_error_of_one_ranks_hook_is_told_to_its_peers(ranks, where, first):
         backward(ranks, model)
         backward(ranks, model, 1)
         armed[0] = True
-    # By the default group: the case's own has collectives under way.
+    # Over the default group: the case's own group has collectives in flight.
     rows = ranks.all(outcome_of(ranks, model, 2), by=dist.group.WORLD)
     for rank, row in enumerate(rows):
         assert row is not None, rows
@@ -273,7 +273,7 @@ def test_an_error_of_one_ranks_hook_is_told_to_its_peers(ranks, where, first):
 
 
 def test_an_error_between_two_collectives_of_one_rank_leaves_no_peer_waiting(ranks):
-    """The peer's future waits for a collective that will never come."""
+    """The peer's future waits for a collective that will never be issued."""
 
     def hook(state, bucket):
         def second(future):
@@ -305,7 +305,7 @@ def test_an_error_between_two_collectives_of_one_rank_leaves_no_peer_waiting(ran
 
 
 def test_a_step_that_one_rank_fails_is_a_step_of_nobody(ranks):
-    """Also where the other rank's hook was done by then."""
+    """Also if the other rank's hook had finished by then."""
     state = {"fails": False}
 
     def hook(state, bucket):
@@ -327,7 +327,7 @@ def test_a_step_that_one_rank_fails_is_a_step_of_nobody(ranks):
 
 
 def test_after_a_collective_that_some_ranks_began_no_step_pairs_with_it(ranks):
-    """Gloo would take the next step's collective for the one that was never begun."""
+    """Gloo would pair the next step's collective with the one that a rank left out."""
     state = {"fails": True}
 
     def hook(given, bucket):
@@ -336,7 +336,7 @@ def test_after_a_collective_that_some_ranks_began_no_step_pairs_with_it(ranks):
             raise KeyError("mine")
         future = reduced(ranks.group, bucket)
         if given["fails"]:
-            dist.barrier()  # rank 1 fails once this one has begun
+            dist.barrier()  # rank 1 fails after this rank has begun its collective
         return future
 
     model = ranks.wrap(net())
@@ -357,7 +357,7 @@ def die_in_the_hook(rank, n_ranks, when):
             die.start() if when == "after it" else die.function(*die.args)
         if when == "in a collective":
             return reduced(dist.group.WORLD, bucket)
-        return torch.futures.Future()  # one that only rank 1 would have completed
+        return torch.futures.Future()  # only rank 1 would have completed it
 
     model = paceline.DistributedDataParallel(integer_weights(nn.Linear(6, 2)))
     model.register_comm_hook(None, hook)
@@ -371,7 +371,7 @@ def test_a_rank_that_dies_in_its_hook_leaves_no_peer_waiting(when):
     for rank in (0, 2):
         error = outcomes[rank].error
         assert error is not None
-        if when != "in a collective" or error.kind != "RuntimeError":  # Gloo's
+        if when != "in a collective" or error.kind != "RuntimeError":  # not Gloo's
             assert error.kind == "PeerError"
             assert "rank 1" in error.message
 

@@ -1,7 +1,7 @@
 """Communication hooks, against torch's own class with the same hook.
 
-Two ranks: a sum of two is rounded once, in whichever order, so that even real data give
-the same bits.  What a hook does wrong is test_comm_hook_failures.py's.
+There are two ranks: a sum of two numbers is rounded once in either order, so that even
+real data give the same bits.  test_comm_hook_failures.py tests hooks that fail.
 """
 
 import copy
@@ -82,14 +82,14 @@ def test_a_hook_of_torch_gives_its_bits(ranks, wrap, name):
 
 
 def bf16_by_hand(ranks, gradient):
-    """What bf16_compress_hook does: both rank's, divided, rounded, summed."""
+    """Do as bf16_compress_hook does: divide both ranks' gradients, round, sum."""
     rows = [(row.to(torch.bfloat16) / ranks.n) for row in ranks.all(gradient)]
     return (rows[0] + rows[1]).to(gradient.dtype)
 
 
 @on_ranks(kind=["plain", "wrapper"])
 def test_bf16_compression_works_on_the_cpu_too(ranks, kind):
-    """Torch refuses it there."""
+    """torch refuses it on the CPU."""
     hook = default_hooks.bf16_compress_hook
     if kind == "wrapper":
         hook = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
@@ -118,7 +118,7 @@ NOT_ON_THE_CPU = {
 
 @on_ranks(name=[*NOT_ON_THE_CPU])
 def test_what_fails_in_a_hook_of_torch_fails_here_too(ranks, name):
-    """Some need CUDA, some have mistakes of their own; all that counts is the same."""
+    """Some need CUDA, some have bugs; ours must raise where torch's class raises."""
     hook, state = NOT_ON_THE_CPU[name]
     outcomes = []
     for wrap in (ranks.wrap, ranks.wrap_by_torch):
@@ -132,7 +132,7 @@ def test_what_fails_in_a_hook_of_torch_fails_here_too(ranks, name):
             outcomes.append((type(error), str(error).splitlines()[:1]))
         finally:
             dist.barrier(ranks.group)
-    if outcomes[0][0] is not paceline.PeerError:  # the other rank was the first to fail
+    if outcomes[0][0] is not paceline.PeerError:  # the other rank failed first
         assert outcomes[0] == outcomes[1]
 
 
@@ -144,7 +144,7 @@ def test_a_builtin_hook_gives_the_bits_of_torch(ranks, wrap, kind):
     yield from trained(ranks, model)
 
 
-# ---- hooks of a user's own ----------------------------------------------------------
+# ---- the user's own hooks -----------------------------------------------------------
 
 
 @as_torch(name=[*OWN])
@@ -203,7 +203,7 @@ def test_buckets_are_as_large_as_was_asked_for(ranks, options):
         expected = {
             "bucket_cap_mb": [2] * 5,
             "bucket_cap_mb_list": [1, 3, 3, 3],
-            "neither": [6, 4],  # the last has a mebibyte
+            "neither": [6, 4],  # the last bucket holds 1 MiB
         }
         assert sizes == expected[options]
 
@@ -241,7 +241,7 @@ def test_what_a_hook_keeps_of_earlier_steps_stays_as_it_was(ranks):
 
 
 def counted(state, bucket):
-    """A hook that pickles; the state counts its calls."""
+    """A hook that pickles; its state counts its calls."""
     state["n"] += 1
     return default_hooks.allreduce_hook(None, bucket)
 
@@ -311,7 +311,7 @@ def test_a_hook_of_one_rank_alone_is_called(ranks):
     assert model.module.weight.grad.tolist() == [[4.0, 4.0]]
 
 
-# ---- what stays behind --------------------------------------------------------------
+# ---- leaks --------------------------------------------------------------------------
 
 
 def test_a_thousand_steps_with_a_hook_leave_nothing(ranks):

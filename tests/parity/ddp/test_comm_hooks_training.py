@@ -1,6 +1,6 @@
-"""Communication hooks in models, options and loops of all kinds, as in torch.
+"""Communication hooks in all kinds of models, options and loops, as in torch.
 
-Accumulation and uneven inputs with a hook are in torch's own tests: ../upstream.
+torch's own tests in ../upstream cover accumulation and uneven inputs with a hook.
 """
 
 import warnings
@@ -39,13 +39,13 @@ OPTIONS = {
 def test_an_option_gives_the_bits_of_torch_with_a_hook(ranks, wrap, options):
     given = OPTIONS[options]
     if "bucket_cap_mb_list" in given and wrap == ranks.wrap_by_torch:
-        given = {}  # not every torch has it
+        given = {}  # not every torch has this option
     hook = default_hooks.fp16_compress_hook
     yield from trained(ranks, hooked(ranks, wrap, mlp(), hook, **given))
 
 
 class Odd(nn.Module):
-    """Parameters of many kinds."""
+    """Has parameters of many kinds."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ def test_odd_parameters_give_the_bits_of_torch_with_a_hook(ranks, wrap, hook):
 
 
 def test_views_of_odd_gradients_have_the_shapes_and_strides_of_parameters(ranks):
-    """torch's views of complex gradients show half of them."""
+    """torch's views of complex gradients have only half of their elements."""
 
     def hook(state, bucket):
         for gradient, parameter in zip(
@@ -106,13 +106,13 @@ def test_views_of_odd_gradients_have_the_shapes_and_strides_of_parameters(ranks)
         plain.named_parameters(), ours.parameters(), strict=True
     ):
         if p.requires_grad:
-            # Times a half: an early torch divides complex numbers inexactly.
+            # Multiply by a half: old torch versions divide complex numbers inexactly.
             mean = sum(row * 0.5 for row in ranks.all(p.grad * 2))
             assert_equal(mine.grad, mean, f"the gradient of {name}")
 
 
 class Branches(nn.Module):
-    """Of two branches a rank takes one, or none."""
+    """Has two branches; a rank uses one of them, or none."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ class Words(nn.Module):
         self.out = nn.Linear(8, 2)
 
     def forward(self, x):
-        # torch's hooks change the gradients of two tables that are added twice over.
+        # A plain sum would give both tables gradients in one memory, divided twice.
         return self.out(self.table(x).tanh() + self.more(x[:, 0] % 20) * 2)
 
 
@@ -175,7 +175,7 @@ def test_sparse_gradients_give_the_values_of_torch_with_a_hook(ranks, wrap, hook
 
 
 def test_sparse_gradients_of_the_same_memory_are_averaged_once_each(ranks):
-    """With torch a hook that divides in place divides both of them twice."""
+    """In torch, a hook that divides in place divides both of them twice."""
 
     class Sum(nn.Module):
         def __init__(self):
@@ -195,7 +195,7 @@ def test_sparse_gradients_of_the_same_memory_are_averaged_once_each(ranks):
 
 
 def test_a_sparse_parameter_left_out_by_a_rank_counts_as_zeros(ranks):
-    """Torch has no gradient to give its hook there, and fails."""
+    """torch fails: it has no gradient for its hook."""
     kinds = []
 
     def hook(state, bucket):
@@ -243,7 +243,7 @@ def test_two_models_with_hooks_of_their_own_train_together(ranks, wrap):
 
 @as_torch()
 def test_a_hook_may_come_after_some_steps(ranks, wrap):
-    """The order in which gradients come is known by then."""
+    """By then the order in which gradients arrive is known."""
     model = wrap(mlp())
     yield from trained(ranks, model, steps=3)
     seen = []
@@ -259,7 +259,7 @@ def test_a_hook_may_come_after_some_steps(ranks, wrap):
 
 
 class Saved(nn.Module):
-    """Each part is checkpointed."""
+    """A module with each part checkpointed."""
 
     def __init__(self, reentrant):
         super().__init__()
@@ -282,7 +282,7 @@ def test_checkpoints_work_with_a_hook(ranks, wrap, reentrant):
 
 
 def test_a_recorded_backward_works_with_a_hook(ranks):
-    """With torch's class it fails."""
+    """It fails with torch's class."""
     twin = Twin(ranks, net())
     twin.ours.register_comm_hook(ranks.group, default_hooks.allreduce_hook)
     with warnings.catch_warnings():

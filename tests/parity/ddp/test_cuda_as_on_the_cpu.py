@@ -1,7 +1,6 @@
-"""What holds on the CPU holds on GPUs: the same tests, on simulated CUDA and NCCL.
+"""Run tests of the CPU on simulated CUDA and NCCL too: those with `@on_gpus_too`.
 
-They are those under `@on_gpus_too`.  What `tests/gpu/check_*.py` say of gradients,
-models and failures is not repeated here.
+`tests/gpu/check_*.py` check gradients, models and failures; they are not repeated here.
 """
 
 import importlib
@@ -13,7 +12,7 @@ from support import fake_gpus
 
 
 def environment():
-    """Return what the ranks need; fewer loops are drawn than on the CPU."""
+    """Return the ranks' variables; draw fewer loops than on the CPU."""
     return {**fake_gpus.environment(), "FUZZ": os.environ.get("FUZZ", "8")}
 
 

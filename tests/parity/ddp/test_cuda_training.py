@@ -1,6 +1,6 @@
-"""What simulated CUDA and NCCL alone can show: calls, memory, refusals.
+"""Tests that need simulated CUDA and NCCL: of calls, memory and refusals.
 
-What also holds on hardware is checked by `tests/gpu/check_*.py`.
+`tests/gpu/check_*.py` check what can also be seen on hardware.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ CALLS = [
     "ncclAllReduce",
     "ncclBroadcast",
 ]
-WAITS = [  # and what allocates
+WAITS = [  # calls that wait, and calls that allocate
     "cuCtxSynchronize",
     "cuStreamSynchronize",
     "cuEventSynchronize",
@@ -49,7 +49,7 @@ def live():
 
 
 def one_linear(ranks, model, steps=3):
-    """Train what has exact gradients."""
+    """Train a layer with exact gradients."""
     for step in range(steps):
         model.zero_grad()
         x = ranks.n * ranks.integers(4, 6, key=step)
@@ -63,7 +63,7 @@ def one_linear(ranks, model, steps=3):
 
 
 class Reader:
-    """A stream of the user's, beside the one that backward runs on."""
+    """A stream of the user, besides the one on which backward runs."""
 
     def __init__(self):
         self.fake, self.read_into, self.kept = fake_gpus.fake(), [], []
@@ -77,7 +77,7 @@ class Reader:
         assert getattr(self.fake, name)(*arguments) == 0, name
 
     def read(self, grad):
-        """Do what `host.copy_(grad, non_blocking=True)` does, behind backward."""
+        """Do as `host.copy_(grad, non_blocking=True)` does, after backward."""
         host = torch.zeros_like(grad)
         to, source = (ctypes.c_void_p(t.data_ptr()) for t in (host, grad))
         n_bytes = ctypes.c_size_t(grad.nbytes)
@@ -88,9 +88,9 @@ class Reader:
         self.read_into.append(host)
 
     def record_stream(self, grad):
-        """Keep torch's own memory till the stream is done, as torch's allocator does.
+        """Keep torch's memory until the stream is done, as torch's allocator does.
 
-        Of memory that is not its own it takes no notice.
+        The allocator ignores memory that it did not allocate.
         """
         if grad.untyped_storage().resizable():
             self.kept.append(grad)
@@ -132,7 +132,7 @@ def test_gradients_are_in_memory_of_torch_unless_views_are_asked_for(ranks, view
         assert are_views == [view and g.nbytes >= 32 * 1024 for g in grads]
 
 
-# ---- what is called -----------------------------------------------------------------
+# ---- calls --------------------------------------------------------------------------
 
 
 @on_gpus(2, cap=[25, 0.1, 0.05], buffers=[False, True], view=[False, True])
@@ -156,10 +156,10 @@ def test_a_step_makes_so_many_calls_waits_for_nothing_and_does_not_allocate(
     assert n_buckets == {25: 1, 0.1: 3, 0.05: 6}[cap]
     packs = ranks.rank == 0 and buffers
     assert dict(zip(CALLS, n_calls, strict=True)) == {
-        "cuLaunchKernel": n_buckets + (not view) + packs,  # packed, copied back
-        "cuEventRecord": 2 * n_buckets + 2 * buffers,  # packed, reduced
-        "cuStreamWaitEvent": n_buckets + 1 + buffers,  # for packed; for all averages
-        "cuStreamIsCapturing": 3,  # of backward's stream, of ours, of the caller's
+        "cuLaunchKernel": n_buckets + (not view) + packs,  # to pack, and to copy back
+        "cuEventRecord": 2 * n_buckets + 2 * buffers,  # after packing, after reduction
+        "cuStreamWaitEvent": n_buckets + 1 + buffers,  # after packing; for all averages
+        "cuStreamIsCapturing": 3,  # of the streams of backward, ours and the caller
         "ncclAllReduce": n_buckets,
         "ncclBroadcast": buffers,
     }
@@ -184,7 +184,7 @@ def test_device_ids_say_whether_inputs_are_moved(ranks, given):
     move, moved = model.to_kwargs, []
     model.to_kwargs = lambda *args: (moved.append(args), move(*args))[1]
     x = torch.ones(())
-    assert model(x)[0][0] is x  # it is there
+    assert model(x)[0][0] is x  # it is on the GPU already
     assert model() == ((), {})
     assert not moved
     given_dict, given_list = {"y": x}, [x, 3]
@@ -200,7 +200,7 @@ def test_device_ids_say_whether_inputs_are_moved(ranks, given):
 @on_gpus()
 def test_device_ids_follow_a_module_that_is_moved(ranks):
     model = ranks.wrap(nn.Linear(6, 3), device_ids=[0])
-    for is_there in (True, False, True):  # then model.cpu(), model.cuda()
+    for is_there in (True, False, True):  # like model.cpu() and model.cuda()
         _gpu.machine.is_there = is_there
         model.module.double()
         model(ranks.integers(4, 6, dtype=torch.float64)).sum().backward()
@@ -212,7 +212,7 @@ def test_device_ids_follow_a_module_that_is_moved(ranks):
 
 
 SIZES = {
-    "default": ({}, [6, 1]),  # the last is small
+    "default": ({}, [6, 1]),  # the last bucket is small
     "2 MiB": ({"bucket_cap_mb": 2.0}, [2, 2, 2, 1]),
     "small": ({"bucket_cap_mb": 0.05}, [1] * 7),
     "listed": ({"bucket_cap_mb_list": [1, 2, 4]}, [1, 2, 4]),
@@ -243,7 +243,7 @@ def test_more_ranks_than_can_share_memory_train_over_the_group(ranks):
 
 
 def leave_on_the_cpu(patch):
-    """Have a module on a GPU say so: a simulated one is called cpu."""
+    """Have errors name a module on a simulated GPU as on the GPU, not the CPU."""
     open_gpu = placement.open_gpu
 
     def open_and_rename(*args, **named):
@@ -253,7 +253,7 @@ def leave_on_the_cpu(patch):
     patch.setattr(placement, "open_gpu", open_and_rename)
 
 
-ON_RANK_1 = {  # name: (what is other there, the error, its words)
+ON_RANK_1 = {  # name: (the difference, the error's type, its message)
     "no GPU": (
         {"why_unusable": lambda: "torch sees no CUDA device"},
         NotImplementedError,
@@ -286,7 +286,7 @@ ON_RANK_1 = {  # name: (what is other there, the error, its words)
 
 
 def refused(ranks, kind, words, **options):
-    """Check that wrapping is the same error on every rank, and leaves nothing."""
+    """Check that wrapping raises the same error on every rank and leaves nothing."""
     net = nn.Linear(6, 3)
     ranks.all(None)
     before = live()
@@ -303,7 +303,7 @@ def refused(ranks, kind, words, **options):
 @on_gpus(2, what=[*ON_RANK_1])
 def test_what_one_rank_cannot_use_is_told_to_all(ranks, what):
     changes, kind, words = ON_RANK_1[what]
-    one_linear(ranks, ranks.wrap(nn.Linear(6, 3)))  # opens what is opened once
+    one_linear(ranks, ranks.wrap(nn.Linear(6, 3)))  # opens all that is opened only once
     options = {"device_ids": [0]} if "device_ids" in changes else {}
     with pytest.MonkeyPatch.context() as patch:
         if what == "a module on the CPU":

@@ -1,17 +1,17 @@
-"""Drawn programs do the same by torch's class, or by the plain module, and by Paceline.
+"""Random programs give the same bits with Paceline as with torch's class or by hand.
 
 A program is a list of statements that torch's class allows: steps, backwards in no_sync
 and of the bare module, on all ranks or on some, evaluation, exceptions, hooks, frozen
 layers, unused branches, ignored tensors, late buffers, wrappers of a subclass, losses
-that raise in their own backward, tensor-parallel layers.  Both classes run it in the
-same ranks, and every gradient and buffer that it looks at must have the same bits.
+that raise in their own backward, tensor-parallel layers.  Both classes run it on the
+same ranks, and every gradient and buffer that it reads must have the same bits.
 
-A loop does what torch's class does not allow: each rank uses parameters of its own, as
-often as it likes, resets, keeps and replaces gradients, and accumulates in any style.
+A loop does what torch's class does not allow: each rank uses any of its parameters, any
+number of times, resets, keeps and replaces gradients, and accumulates in any style.
 The reference is the plain module, averaged by hand.
 
-FUZZ=5000 draws that many of either (`make fuzz`), and FUZZ_SEED=12 begins with the one
-that was named in a failure.
+FUZZ=5000 draws 5000 programs and 5000 loops (`make fuzz`).  FUZZ_SEED=12 begins with
+seed 12; a failure names its seed.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-N_DRAWN = int(os.environ.get("FUZZ", "48"))  # of each kind
+N_DRAWN = int(os.environ.get("FUZZ", "48"))  # programs, and as many loops
 N_STATEMENTS = 8
 
 
 def drawn_seeds(ranks):
-    """Return the seeds to run: 3 of 4 are for 2 ranks, the others for 4 ranks."""
+    """Return the seeds to run: three of four on 2 ranks, the others on 4 ranks."""
     drawn = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 30)))
     first = ranks.all(drawn)[0]
     print(f"FUZZ_SEED={first}", flush=True)
@@ -89,7 +89,7 @@ class Model(nn.Module):
 
 
 class Program:
-    """One drawn program: `same` draws what concerns all ranks, `own` the rest."""
+    """One random program: `same` draws values for all ranks, `own` for this rank."""
 
     def __init__(self, ranks, mesh, kind, seed):
         self.seed, self.is_ours = seed, kind is not TorchDDP
@@ -100,9 +100,9 @@ class Program:
         self.found = []
         self.n_inputs = 0
         self.has_buffer = draw() < 0.5
-        # Tensor-parallel parts do not outlive a forward that fails or has no gradients.
+        # Tensor-parallel parts break after a forward that fails or has no gradients.
         self.evaluates = draw() < 0.5 and mesh is None
-        self.is_unused = draw() < 0.3  # some branches, on some ranks
+        self.is_unused = draw() < 0.3  # some branches are unused, on some ranks
         module = integer_weights(Model(ranks.rank, ranks.n, self.has_buffer))
         if draw() < 0.3:
             module.second.requires_grad_(False)
@@ -184,7 +184,7 @@ class Program:
         self.model.module.fails = False
 
     def parts(self):
-        """As many as each rank likes, for one backward."""
+        """Run each rank's own number of forwards before one backward."""
         n = self.own.randint(1, 3)
         sum(self.model(self.x(), self.branches()) for _ in range(n)).backward()
 
@@ -197,9 +197,9 @@ class Program:
         self.model.module.register_buffer(name, torch.full((n,), 1.0 + self.ranks.rank))
 
     def lose(self):
-        """Have a loss raise before its backward is at the wrapper's output."""
+        """Have a loss raise before its backward reaches the wrapper's output."""
         self.fail_in(self.model(self.x(), self.branches()))
-        self.step()  # torch takes any backward of the module for that of the forward
+        self.step()  # torch takes any backward of the module as that of the forward
 
     def fail_in(self, out):
         with pytest.raises(ArithmeticError):
@@ -214,7 +214,7 @@ class Program:
                 out.backward()
 
     def lose_alone(self):
-        """Lose one rank's step: torch averages its next one with this of the others."""
+        """Lose one rank's step: torch averages its next one with this one of peers."""
         self.step()
         steps = [(self.x(), self.branches()) for _ in range(2)]
         is_loser = self.same.randrange(self.ranks.n) == self.ranks.rank
@@ -228,14 +228,14 @@ class Program:
         self.zero()
 
     def statements(self):
-        if self.is_unused:  # torch wants what a bare backward has used
+        if self.is_unused:  # torch waits for parameters that a bare backward has used
             names = ["step", "step", "micro", "lose_micro"]
-        elif self.is_static:  # ... and counts each parameter's gradients
+        elif self.is_static:  # torch counts the gradients of each parameter
             names = ["step"]
         else:
             names = ["step", "step", "micro", "bare_everywhere", "gradient_of_input"]
             names += ["bare", "bare", "beside", "lose_micro"]
-            # Unused parameters are looked for in the last forward alone.
+            # torch searches only the last forward for unused parameters.
             names += [] if self.has_buffer else ["parts"]
         if not self.has_buffer:
             names += [] if self.is_static else ["lose", "lose_alone"]
@@ -243,7 +243,7 @@ class Program:
             return [*names, "register"]
         if not self.evaluates:
             return [*names, "write", "register"]
-        # An evaluation does not ask rank 0 for what was written after the last step.
+        # An evaluation does not fetch rank 0's writes after the last step.
         return [name for name in names if name in ("step", "micro")] + ["evaluate"]
 
     def run(self):
@@ -253,8 +253,8 @@ class Program:
             getattr(self, name)()
             self.look()
             if self.is_unused and name != "step":
-                continue  # torch wants the gradients of what was used
-            # An average of averages is exact on 2 ranks alone.
+                continue  # torch waits for the gradients of used parameters
+            # An average of averages is exact only on 2 ranks.
             if reset or (self.ranks.n > 2 and name in AVERAGED):
                 self.zero()
         self.step()
@@ -267,7 +267,7 @@ def test_programs_of_a_grammar_do_the_same_as_with_torch(ranks):
     mesh = ranks.n == 4 and dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=DIMS)
     for seed in drawn_seeds(ranks):
         place = ranks, None
-        if mesh and seed % 2 == 0:  # two ranks share a copy of the model
+        if mesh and seed % 2 == 0:  # two ranks share one copy of the model
             dp = mesh["dp"]
             place = Ranks(dp.get_local_rank(), 2, dp.get_group()), mesh
         theirs = Program(*place, TorchDDP, seed).run()
@@ -293,7 +293,7 @@ class Bag(nn.Module):
         )
 
     def forward(self, uses, reentrant):
-        """Use each parameter times each of its factors, each in a graph of its own."""
+        """Sum parameters times each of their factors, each use in a separate graph."""
         start = torch.zeros((), dtype=torch.float64, requires_grad=True)
         total = start * 1
         for p, factors in zip(self.weights, uses, strict=True):
@@ -310,7 +310,7 @@ def use(total, p, f):
 
 
 class Loop:
-    """One random loop: `same` draws what concerns all ranks, `own` the rest."""
+    """One random loop: `same` draws values for all ranks, `own` for this rank."""
 
     def __init__(self, ranks, seed):
         self.ranks, self.seed = ranks, seed
@@ -318,7 +318,7 @@ class Loop:
         self.own = random.Random(f"{seed} {ranks.rank}")
         cap = self.same.choice([None, 1e-5, 0.01, 0.2])
         self.twin = Twin(ranks, Bag(self.same), bucket_cap_mb=cap)
-        self.touched = set()  # since the last average, by this rank
+        self.touched = set()  # parameters that this rank used since the last average
         self.kept = []
 
     def both(self):
@@ -328,7 +328,7 @@ class Loop:
         theirs = self.twin.plain.parameters()
         return enumerate(zip(self.twin.ours.parameters(), theirs, strict=True))
 
-    # ---- what may happen between backwards ----
+    # ---- statements between backwards ----
 
     def reset(self):
         way = self.own.choice(["none", "zero", "nothing", "some", "own"])
@@ -341,7 +341,7 @@ class Loop:
                     p.grad.zero_()
                 elif way == "own" and some:
                     p.grad = torch.full_like(p, i + self.ranks.rank)
-        # What is still a parameter's gradient will rightly be added to.
+        # A tensor that still is a gradient will rightly be accumulated into.
         live = {p.grad.data_ptr() for _, (p, _) in self.pairs() if p.grad is not None}
         self.kept = [row for row in self.kept if row[0].data_ptr() not in live]
 
@@ -356,7 +356,7 @@ class Loop:
             self.kept.clear()
 
     def scale(self):
-        """Change gradients in place, as clipping does; what is kept changes too."""
+        """Change gradients in place, as clipping does; kept references change too."""
         if self.same.random() < 0.2:
             self.kept.clear()
             for model in self.both():

@@ -1,7 +1,7 @@
-"""Gradients in contexts of torch.distributed.autograd are those of torch's class.
+"""Gradients in contexts of torch.distributed.autograd equal those of torch's class.
 
-Sparse ones, and models with remote parts, are those of torch's own tests, which
-../upstream/test_torch_suite_rpc.py runs.
+../upstream/test_torch_suite_rpc.py runs torch's own tests, which cover sparse gradients
+and models with remote parts.
 """
 
 import copy
@@ -32,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 @contextmanager
 def workers(ranks):
-    """Make the ranks workers of RPC, over the loopback."""
+    """Make the ranks RPC workers, over the loopback."""
     path = ranks.all(tempfile.mktemp())  # a name: rpc makes the file
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{path[0]}", _transports=["uv"]
@@ -51,11 +51,11 @@ def workers(ranks):
         rpc.shutdown(graceful=is_well)
 
 
-kept = []  # torch's wrappers: to drop one soon after a backward here may hang in torch
+kept = []  # torch's wrappers: torch may hang if one is dropped soon after a backward
 
 
 def keeping(ranks):
-    """Have what torch's class wraps kept; return the ranks."""
+    """Keep all wrappers of torch's class alive; return the ranks."""
     wrap = ranks.wrap_by_torch
 
     def wrap_and_keep(module, **options):
@@ -67,32 +67,32 @@ def keeping(ranks):
 
 
 def backward(context, loss, **options):
-    """Go backward in a context; return its gradients."""
+    """Run backward in a context; return its gradients."""
     autograd.backward(context, [loss], **options)
     return autograd.get_gradients(context)
 
 
 def of(model, gradients):
-    """Return copies of a model's gradients in a context; None where there is none."""
+    """Return copies of a model's gradients in a context; None for a missing one."""
     found = [gradients.get(p) for p in model.parameters()]
     return [None if g is None else g.clone() for g in found]
 
 
 def step(wrapper, x, **options):
-    """Take one step in a context of its own; return the gradients there."""
+    """Take one step in a new context; return its gradients."""
     with autograd.context() as context:
         return of(wrapper, backward(context, wrapper(x).sum(), **options))
 
 
 @contextmanager
 def line_of(ranks):
-    """Make the ranks workers; yield a wrapped layer, and data for it."""
+    """Make the ranks RPC workers; yield a wrapped layer and data for it."""
     with workers(ranks):
         yield ranks.wrap(integer_weights(nn.Linear(3, 2))), ranks.integers(2, 3)
 
 
 def mean_of(ranks, x):
-    """Return the mean gradient of the weight of a layer of two outputs."""
+    """Return the mean gradient of the weight of a layer with two outputs."""
     return (sum(each.sum(0) for each in ranks.all(x)) / 2).expand(2, -1)
 
 
@@ -125,7 +125,7 @@ def test_a_forward_before_rpc_goes_backward_outside_of_contexts_as_ever(ranks):
 
 
 class Hides(nn.Module):
-    """Returns what nobody finds a tensor in."""
+    """Returns an object in which no library finds the tensor."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +207,7 @@ def test_gradients_in_contexts_are_those_of_torch(ranks, what):
         compare_with_torch(keeping(ranks), RUNS[what])
 
 
-# ---- what is local ------------------------------------------------------------------
+# ---- local gradients ----------------------------------------------------------------
 
 
 def test_a_backward_in_a_context_of_a_forward_outside_is_refused(ranks):
@@ -288,7 +288,7 @@ def test_rpc_that_is_shut_down_leaves_the_wrapper_as_it_was(ranks):
     compare_with_torch(keeping(ranks), program)
 
 
-# ---- what is left out ---------------------------------------------------------------
+# ---- unused parameters and failures -------------------------------------------------
 
 
 def test_what_no_rank_uses_has_no_gradient_in_the_context(ranks):
@@ -321,7 +321,7 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks, is_held):
     held, queue = [], torch_core._queue_callback
 
     def hold(callback):
-        """Keep what waits for the end of the backward, as a thread of torch's may."""
+        """Keep the callback of the backward's end alive, as a thread of torch may."""
         held.append(callback if is_held else None)
         queue(callback)
 
@@ -341,12 +341,12 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks, is_held):
             words = (
                 "python_error" if ranks.rank == 0 else r"the step of rank 0.* failed"
             )
-            with pytest.raises(RuntimeError, match=words):  # torch's own, on rank 0
+            with pytest.raises(RuntimeError, match=words):  # torch's error on rank 0
                 autograd.backward(context, [output.sum()])
         assert_equal(step(wrapper, x)[0], mean_of(ranks, x), "the next gradient")
 
 
-# ---- what it costs where there is no RPC --------------------------------------------
+# ---- cost without RPC ---------------------------------------------------------------
 
 
 def test_without_rpc_nothing_is_loaded_and_no_node_has_a_hook(ranks):

@@ -1,4 +1,4 @@
-"""Gradients have the bits of torch where sums are exact, and are equal over ranks."""
+"""If sums are exact, gradients have torch's bits; they are equal on all ranks."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ SHAPES = [(3,), (100, 50), (1,), (200, 100), (7, 5), (300, 90), (64,), (2, 3, 4,
 
 
 class Linear(nn.Module):
-    """A module whose forward uses each parameter once, times a factor: its gradient."""
+    """Uses each parameter once, times a factor, which is therefore its gradient."""
 
     def forward(self, factors, used=None):
         total = 0
@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
 
 class Wide(Linear):
-    """Parameters of many sizes."""
+    """Has parameters of many sizes."""
 
     def __init__(self, shapes=SHAPES, dtypes=(torch.float32,)):
         super().__init__()
@@ -75,9 +75,9 @@ def test_steps_of_a_deep_model_on_two_ranks_give_the_bits_of_torch(ranks, wrap, 
 
 @on_ranks(3)
 def test_steps_on_three_ranks_agree_with_torch_to_rounding(ranks):
-    """Three roundings (two sums, a third) of 2^-24 each, in another order than Gloo's.
+    """Two sums and a division round by 2^-24 each, in a different order than Gloo's.
 
-    What cancels is bounded by the size of the terms, about 1 here: hence atol.
+    atol: if terms cancel, the error is bounded by their size, which is about 1 here.
     """
     torch.manual_seed(0)
     model = mlp()
@@ -117,7 +117,7 @@ def test_random_gradients_have_the_same_bits_on_every_rank(ranks, cap):
 
 @on_ranks(3)
 def test_sums_are_taken_in_rank_order(ranks):
-    """So that two runs give the same bits."""
+    """Then two runs give the same bits."""
     twin = Twin(ranks, Wide())
     tensors = normal(ranks, twin.plain, 0)
     for _ in range(2):
@@ -144,14 +144,14 @@ def test_every_type_is_averaged_as_torch_averages_it(ranks, wrap, dtype):
 
 
 class Turned(Wide):
-    """Gets gradients in the other order of memory."""
+    """Gets gradients in the opposite memory order."""
 
     def forward(self, factors):
         return super().forward([f.t().contiguous().t() for f in factors])
 
 
 class Sums(Wide):
-    """Gets gradients of one number, expanded: strides of zero."""
+    """Gets gradients that are one expanded number: their strides are zero."""
 
     def forward(self, factors):
         return factors[0].sum() * sum(p.sum() for p in self.parameters())
@@ -175,7 +175,7 @@ def test_odd_gradients_are_averaged(ranks, gradients, cap):
 
 
 def strides(tensor):
-    """Return the strides that matter: of one element there is nowhere to go."""
+    """Return the strides, except of dimensions of size 1, which do not matter."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return [stride for stride, size in pairs if size != 1]
 
@@ -199,7 +199,7 @@ def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks, wrap):
         assert strides(p.grad) == strides(p), name
 
 
-# ---- whether gradients are kept as tensors ------------------------------------------
+# ---- gradients set by the user, and tensors that are kept ---------------------------
 
 
 @on_gpus_too()
@@ -221,7 +221,7 @@ def test_a_long_training_gives_the_bits_of_torch_and_keeps_no_tensor(ranks, wrap
     model = wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     n_tensors = []
-    for step in range(30):  # longer than the trial of when to free what was copied
+    for step in range(30):  # longer than the trial that decides when to free copies
         optimizer.zero_grad()
         x = torch.randn(4, 6, generator=ranks.generator(step, (4, 6)))
         model(x).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches, against torch's own join contexts."""
+"""Ranks with different numbers of batches, compared with torch's join contexts."""
 
 import copy
 
@@ -23,7 +23,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
-# How many batches a rank has.
+# The number of batches of a rank.
 COUNTS = {
     "one more each": lambda rank, n: 1 + rank,
     "one fewer each": lambda rank, n: n - rank,
@@ -40,16 +40,16 @@ COUNTS = {
 @on_gpus_too(counts=["one more each", "rank 0 has none"])
 @as_torch(4, counts=[*COUNTS], context=CONTEXTS)
 def test_uneven_batches_train_as_in_torch(ranks, wrap, counts, context):
-    # On a rank without any backward, torch reduces a map of what was used that nobody
-    # has written: it may bind gradients of zeros to what no rank has used.
+    # On a rank without any backward, torch reduces an uninitialised map of used
+    # parameters: it may bind gradients of zeros to parameters that no rank has used.
     model = wrap(Wide(has_unused="none" not in counts), **FIND)
     params = list(model.parameters())
     count = COUNTS[counts](ranks.rank, ranks.n)
-    for _ in range(2):  # what the first context leaves behind does not harm the second
+    for _ in range(2):  # the first context must not affect the second
         yield train(model, ranks, context, count)
         yield params
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    yield step_of(model, ranks.integers(3, 100, key="after"))  # ordinary steps follow
+    yield step_of(model, ranks.integers(3, 100, key="after"))  # a step without join
 
 
 @on_gpus_too()
@@ -63,7 +63,7 @@ def test_means_over_active_ranks_are_those_of_torch(ranks, wrap, context):
 
 @on_ranks(4, dtype=[torch.float32, torch.bfloat16], context=CONTEXTS)
 def test_means_over_active_ranks_are_sums_divided(ranks, dtype, context):
-    """Also for 3 active ranks of 4, where torch rounds more than once."""
+    """Also for 3 active ranks of 4, with which torch rounds more than once."""
     model = ranks.wrap(nn.Linear(150, 140, bias=False, dtype=dtype))
     xs = [
         [12.0 * (1 + (r + i) % 3) * torch.ones(1, 150, dtype=dtype) for i in range(4)]
@@ -86,7 +86,7 @@ def test_means_over_active_ranks_are_sums_divided(ranks, dtype, context):
     ]
 )
 def test_accumulation_in_a_join_is_that_of_torch(ranks, wrap, how):
-    """Each rank has its number of pairs; torch and Join need both in no_sync."""
+    """Each rank has its own number of pairs; torch and Join need both in no_sync."""
     context, where = how
 
     def step(model, i):
@@ -108,7 +108,7 @@ def test_accumulation_in_a_join_is_that_of_torch(ranks, wrap, how):
 
 @on_ranks(context=CONTEXTS)
 def test_what_no_active_rank_uses_keeps_its_gradient(ranks, context):
-    """In torch, what a joined rank once used counts as used: means are halved here."""
+    """torch counts what a joined rank once used as used, and would halve means here."""
     model = ranks.wrap(Wide())
     small = model.module.small.weight
     rows = ranks.all(ranks.integers(3, 100, key=0))
@@ -133,7 +133,7 @@ def test_two_wrappers_share_a_join_as_in_torch(ranks, wrap, counts):
 
 @on_ranks(counts=["one more each", "one fewer each", "rank 0 has none"])
 def test_backward_may_end_wrappers_in_another_order_than_the_list(ranks, counts):
-    """Torch's class does not take this: its all-reduces come in another order."""
+    """torch's class cannot do this: it would issue all-reduces in different orders."""
     first, second = (integer_weights(nn.Linear(4, n)) for n in (90, 100))
     a, b = ranks.wrap(first), ranks.wrap(second)
     has = [COUNTS[counts](r, ranks.n) for r in range(ranks.n)]
@@ -153,7 +153,7 @@ def test_backward_may_end_wrappers_in_another_order_than_the_list(ranks, counts)
 
 @on_ranks(counts=["one more each", "one fewer each"])
 def test_a_sharded_optimizer_in_the_list_steps_by_the_true_averages(ranks, counts):
-    """Torch's wrapper leaves joined ranks their old gradients, and goes astray here."""
+    """torch's wrapper leaves old gradients on joined ranks, so its steps are wrong."""
     count = COUNTS[counts](ranks.rank, ranks.n)
     module = Wide()
     plain = ranks.wrap(copy.deepcopy(module))
@@ -175,7 +175,7 @@ def test_a_sharded_optimizer_in_the_list_steps_by_the_true_averages(ranks, count
 
 
 class Counting(nn.Module):
-    """A buffer that tells whose it is: rank, and number of forwards."""
+    """Has a buffer that identifies its writer: the rank and its number of forwards."""
 
     def __init__(self, rank):
         super().__init__()
@@ -198,14 +198,14 @@ def test_buffers_come_from_the_lowest_rank_that_trains(ranks, context):
         for i in range(1 + 2 * ranks.rank):
             model(ranks.integers(2, 4, key=i)).backward()
             marks.append(model.module.taken)
-    for i, mark in enumerate(marks[1:]):  # what the forward after batch i has found
+    for i, mark in enumerate(marks[1:]):  # the buffer before the forward after batch i
         root = (i + 1) // 2  # the lowest rank that has this batch
         is_new = i > 0 and root != i // 2
         sender = ranks.rank if is_new else root
         assert mark == [sender, i + 1], f"batch {i}"
     last = ranks.n - 1
     assert model.module.mark.tolist() == [last, 1 + 2 * last]
-    for i in range(2):  # rank 0's again
+    for i in range(2):  # rank 0's buffers again
         model(ranks.integers(2, 4)).backward()
         assert model.module.taken == [(last, 0)[i], 1 + i + 2 * last]
 
@@ -213,7 +213,7 @@ def test_buffers_come_from_the_lowest_rank_that_trains(ranks, context):
 @on_gpus_too()
 @as_torch(counts=["one more each", "one fewer each"], context=CONTEXTS)
 def test_batch_norm_ends_with_the_statistics_of_torch(ranks, wrap, counts, context):
-    """With momentum 1, statistics are those of one batch, of the same as in torch."""
+    """With momentum 1, statistics are those of one batch, the same as in torch."""
     layer = integer_weights(nn.Linear(4, 2))
     model = wrap(nn.Sequential(layer, nn.BatchNorm1d(2, momentum=1.0)), **FIND)
     with context_of(model, context):
@@ -230,7 +230,7 @@ def test_buffers_that_are_not_sent_stay_each_ranks_own(ranks):
     assert model.module.mark.tolist() == [ranks.rank, 1 + ranks.rank]
 
 
-# ---- a rank that has run out --------------------------------------------------------
+# ---- a rank without further batches -------------------------------------------------
 
 
 @on_ranks(counts=["one more each", "one fewer each"])
@@ -280,7 +280,7 @@ def test_evaluation_and_many_forwards_fit_in_a_join(ranks):
 
 
 class Shared(nn.Module):
-    """A layer that reentrant checkpoints use once more with every batch."""
+    """Has a layer that reentrant checkpoints use once more with every batch."""
 
     def __init__(self):
         super().__init__()
@@ -326,7 +326,7 @@ def changed(model):
     how=[copy.deepcopy, pickled, changed],
 )
 def test_a_model_joins_as_it_is_then(ranks, counts, context, how):
-    """A copy has not met its peers; one that was changed is to be wrapped anew."""
+    """A copy has not met its peers yet; a changed model must be wrapped anew."""
     model = how(paceline.DistributedDataParallel(Wide()))
     has = [COUNTS[counts](rank, ranks.n) for rank in range(ranks.n)]
     with context_of(model, context, divide_by_initial_world_size=False):

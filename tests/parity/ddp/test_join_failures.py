@@ -1,4 +1,4 @@
-"""Ranks that leave join() early, fail in it, or take it over: no rank hangs."""
+"""Ranks leave join() early, fail in it, or use it concurrently: no rank hangs."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ from support.threads import in_threads
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-# ---- options, and ends before the end -----------------------------------------------
+# ---- options, and early ends --------------------------------------------------------
 
 
 @on_ranks(context=CONTEXTS)
@@ -53,7 +53,7 @@ def test_early_termination_raises_everywhere_in_the_words_of_torch(
         train(model, ranks, context, 1 + ranks.rank, throw_on_early_termination=True)
     assert type(caught.value) is RuntimeError
     del caught
-    if context == "join()" and wrap == ranks.wrap:  # nothing has failed: steps go on
+    if context == "join()" and wrap == ranks.wrap:  # nothing has failed: steps continue
         rows = ranks.all(ranks.integers(3, 100))
         step_of(model, rows[ranks.rank])
         expected = mean_over([x.sum(0) for x in rows]).expand(200, 100)
@@ -69,7 +69,7 @@ def test_early_termination_lets_even_ranks_through(ranks, wrap, context):
 
 
 class Talkative(Wide):
-    """Its forward has a collective of its own, and counts how often it was run."""
+    """Its forward issues a collective and counts its calls."""
 
     n_forwards = 0
 
@@ -101,11 +101,11 @@ def test_early_termination_counts_forwards_as_torch_does(ranks, wrap):
     with pytest.raises(RuntimeError, match="exhausted"):
         train(model, ranks, "join()", n_steps, step, throw_on_early_termination=True)
     if ranks.rank == 0:
-        yield grads_of(model)  # of the last step
+        yield grads_of(model)  # the last step's
 
 
 def leave(model, ranks, context, where, **options):
-    """Rank 1 leaves by an exception in its second batch; rank 0 has one, 2 has five."""
+    """Rank 1 raises in its second batch; rank 0 has one batch, rank 2 has five."""
     n_batches = 3 if options else (1, 3, 5)[ranks.rank]
     with context_of(model, context, **options):
         for i in range(n_batches):
@@ -241,7 +241,7 @@ def test_a_join_of_torch_that_is_dropped_unused_disturbs_nobody(ranks):
     for _ in range(3):
         Join([model])
     gc.collect()
-    kept = Join([model])  # its forwards are not counted in the other context
+    kept = Join([model])  # the other context does not count its forwards
     seen = train(model, ranks, "join()", 1 + ranks.rank)
     assert [len(row) for row in ranks.all(seen)] == [1, 2]
     ranks.assert_same(list(model.parameters()), "parameters")
@@ -291,7 +291,7 @@ def test_rows_of_sparse_gradients_are_averaged_in_a_join(ranks, context, over):
 
 
 class Wordy(nn.Module):
-    """A table that is declared sparse, and looked up in, or multiplied by as well."""
+    """A table declared sparse, which is looked up, or also multiplied with."""
 
     def __init__(self):
         super().__init__()
@@ -324,7 +324,7 @@ def test_a_joined_rank_keeps_the_dense_gradient_of_a_sparse_table(ranks, last):
     assert_equal(value, expected, "the gradient")
 
 
-# ---- ends in other ways, processes and threads --------------------------------------
+# ---- other ends, processes and threads ----------------------------------------------
 
 
 @on_ranks(part=["_take_shadow_steps", "_take_model_of"])
@@ -348,12 +348,12 @@ def test_an_error_at_the_end_of_a_join_reaches_every_rank(ranks, part):
     with pytest.raises(kinds[ranks.rank], match="my own words"):
         run()
     patch.undo()
-    train(model, ranks, "join()", 1 + ranks.rank)  # all may catch it and go on
+    train(model, ranks, "join()", 1 + ranks.rank)  # all ranks may catch it and continue
     ranks.assert_same(list(model.parameters()), "parameters")
 
 
 def leave_as_child(context, out):
-    """Fork in a context; the child writes what its own exception becomes."""
+    """Fork in a context; the child writes which error its own exception becomes."""
     with context:
         child = os.fork()
         if child == 0:
@@ -389,7 +389,7 @@ def test_two_threads_may_each_be_in_a_join(ranks):
     def work(which):
         model = models[which]
         with model.join():
-            both.wait()  # both are open
+            both.wait()  # until both contexts are open
             for i in range(1 + ranks.rank):
                 model.zero_grad()
                 model(torch.full((1, 100), 2.0**i)).backward()
@@ -397,7 +397,7 @@ def test_two_threads_may_each_be_in_a_join(ranks):
             both.wait()
         return found
 
-    # The mean of two ranks, and half of one rank's 2.
+    # The mean over two ranks, and half of the 2 of a single rank.
     assert in_threads(work, 2) == [1.0, 1.0]
 
 
@@ -413,7 +413,7 @@ def test_a_join_may_end_in_another_thread_than_it_began(ranks):
 
 
 def test_a_wrapper_without_a_context_of_its_own_is_an_error_in_a_join(ranks):
-    """The rank without batches stands in for one, and is awaited in the other."""
+    """The rank without batches stands in for one wrapper, but not for the other."""
     inside, outside = ranks.wrap(Wide()), ranks.wrap(Wide())
 
     def run():

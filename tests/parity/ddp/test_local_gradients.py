@@ -1,8 +1,8 @@
-"""What a program makes of its rank's own gradients comes out as with torch's class.
+"""If a program changes a rank's own gradients, results equal those of torch's class.
 
-Hooks that were registered after wrapping change them, complex numbers leave them to be
-conjugated later, they are near the type's limit, their parameters are not the wrapped
-module's at all, or the program keeps them from one step to the next.
+Gradients are changed by hooks registered after wrapping, lazily conjugated by complex
+operations, near the limit of their dtype, of parameters outside of the wrapped module,
+or kept by the program from one step to the next.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ SMALL, LARGE = (3, 2), (120, 100)
 
 
 class Terms(nn.Module):
-    """Each parameter times a factor: the factors are the gradients."""
+    """Sums parameters times factors: the factors are the gradients."""
 
     def __init__(self, shapes=(SMALL, LARGE, (4,)), dtype=torch.float32):
         super().__init__()
@@ -42,7 +42,7 @@ class Terms(nn.Module):
         return sum((p * f).sum() for p, f in zip(self.terms, factors, strict=True))
 
 
-# ---- hooks of the user's ------------------------------------------------------------
+# ---- hooks of the user --------------------------------------------------------------
 
 
 def clip(parameter):
@@ -66,7 +66,7 @@ def test_hooks_change_the_gradient_before_it_is_averaged(ranks, wrap, change, wh
     module = Terms()
 
     def register():
-        # Dropped on every rank, torch has zeros, and we what was there.
+        # If every rank drops it, torch sets zeros, and we keep the old gradient.
         if ranks.rank == {"drop": 1, "clip on rank 1": 0}.get(change):
             return
         for p in module.parameters():
@@ -127,7 +127,7 @@ class Drops(torch.autograd.Function):
 
 @on_ranks(by=["a hook", "a Function"])
 def test_a_gradient_that_is_dropped_on_every_rank_stays_none(ranks, by):
-    """torch leaves zeros."""
+    """torch sets zeros."""
     module = Terms()
     terms = list(module.terms)
     if by == "a hook":
@@ -156,7 +156,7 @@ def test_a_hook_that_is_removed_counts_no_longer(ranks, wrap):
     yield grads_of(model)
 
 
-# ---- conjugates and signs that are yet to be applied --------------------------------
+# ---- lazy conjugates and signs ------------------------------------------------------
 
 
 class Conjugated(nn.Module):
@@ -171,7 +171,7 @@ class Conjugated(nn.Module):
 
 
 class Negated(nn.Module):
-    """Gets gradients of one element whose sign is yet to be applied."""
+    """Gets gradients of one element with a lazy sign."""
 
     def __init__(self, shape):
         super().__init__()
@@ -209,7 +209,7 @@ def test_gradients_that_are_yet_to_be_conjugated_are_averaged(
 
 @as_torch()
 def test_a_gradient_may_be_conjugated_by_its_owner(ranks, wrap):
-    """Between two backwards, and on one rank alone."""
+    """Between two backwards, and on only one rank."""
     skip_without_complex()
     model = wrap(Terms((SMALL, LARGE), torch.complex64))
     model(factors(ranks, model, 0)).backward(torch.tensor(1 + 1j))
@@ -254,7 +254,7 @@ def test_a_communication_hook_may_return_a_lazy_conjugate(ranks):
     assert_equal(ours.module.weight.grad.resolve_conj(), total, "the gradient")
 
 
-# ---- near the type's limit ----------------------------------------------------------
+# ---- near the limit of a dtype ------------------------------------------------------
 
 LIMIT = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -268,7 +268,7 @@ def test_averages_of_the_largest_gradients_are_finite(ranks, wrap, dtype):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-# ---- parameters of one's own --------------------------------------------------------
+# ---- parameters outside of the module -----------------------------------------------
 
 
 @as_torch(through=["wrapper", "module"], kind=["parameter", "tensor"])
@@ -287,7 +287,7 @@ def test_gradients_of_parameters_of_ones_own_are_local(ranks, wrap, through, kin
             output = functional_call(model.module, {"weight": own}, x)
         output.sum().backward()
         assert model.module.weight.grad is None
-        assert_equal(own.grad, x.sum(0).expand(2, 3), "a gradient of one's own")
+        assert_equal(own.grad, x.sum(0).expand(2, 3), "a gradient of the user")
     model(x).sum().backward()
     yield grads_of(model)
     assert session is None or session.reducer is reducer, "wrapped anew"
@@ -345,9 +345,9 @@ def test_parameters_that_were_swapped_are_averaged(ranks, by):
         assert_equal(ours.module.weight.grad, mean.expand(2, 3), "the gradient")
 
 
-# ---- gradients that somebody keeps --------------------------------------------------
+# ---- gradients that a program keeps -------------------------------------------------
 
-# Of 40 kB: what a backward makes of it is a view of its bucket; the others are copied.
+# The first is 40 kB: backward makes its gradient a view of its bucket, copies others.
 SIZES = 100, 100, 3
 
 
@@ -364,7 +364,7 @@ def are_kept(model, kept):
 
 
 def flat_gradients(model):
-    """Return one tensor for all gradients, and its views, which become them."""
+    """Return one tensor for all gradients, and its views, which become gradients."""
     n = sum(p.numel() for p in model.parameters())
     flat, at, views = torch.zeros(n), 0, []
     for p in model.parameters():
@@ -498,7 +498,7 @@ def test_a_large_gradient_cannot_grow_in_place(ranks):
     model(data(ranks, 0)).sum().backward()
     grad = model.module[0].weight.grad
     for grow in (
-        lambda: grad.detach().resize_(200, 100),  # torch leaves it its new size
+        lambda: grad.detach().resize_(200, 100),  # torch keeps the new size
         lambda: torch.ones(200, 100, out=grad.detach()),
         lambda: grad.untyped_storage().resize_(0),
     ):

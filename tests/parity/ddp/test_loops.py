@@ -1,4 +1,4 @@
-"""What training loops do on ranks: second orders, compiled steps, and ends."""
+"""Training loops on ranks: second derivatives, compiled steps, and program ends."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ def test_backwards_of_this_kind_give_the_same_values(ranks, how):
 
 
 def test_second_gradients_averaged_are_those_of_the_mean_loss(ranks):
-    """Values are means, derivatives local.  Torch 2.13 itself raises here."""
+    """Values are means, derivatives are local.  torch 2.13 itself raises here."""
     module = integer_weights(nn.Sequential(nn.Linear(150, 90), nn.Linear(90, 2)), 1, 3)
     rows = ranks.all(ranks.integers(3, 150))
     plain, ours = copy.deepcopy(module), ranks.wrap(module)
@@ -61,7 +61,7 @@ def test_second_gradients_averaged_are_those_of_the_mean_loss(ranks):
 
 
 def test_a_graph_that_has_saved_a_local_gradient_does_not_go_backward(ranks):
-    """The mean is written where the local gradient was: autograd finds out."""
+    """The mean overwrites the local gradient in place: autograd detects that."""
     module = integer_weights(nn.Sequential(nn.Linear(150, 90), nn.Linear(90, 2)), 1, 3)
     model = ranks.wrap(module)
     totals = []
@@ -80,7 +80,7 @@ def test_a_graph_that_has_saved_a_local_gradient_does_not_go_backward(ranks):
 
 
 def compiled_autograd(step=0):
-    if step == 0:  # later ones may use what was compiled
+    if step == 0:  # later steps may use what was compiled
         torch._dynamo.reset()
     compiler = torch.compile(backend="eager", dynamic=False)
     module = torch._dynamo.compiled_autograd
@@ -110,7 +110,7 @@ def test_a_compiled_backward_is_averaged(ranks, unused):
 
 
 def test_a_compiled_backward_whose_end_cannot_be_seen_is_an_error(ranks):
-    """In another thread, with unused parameters: nothing can be called at its end."""
+    """In another thread, with unused parameters, no callback can run at its end."""
     module = net(6, 130, 2)
     module[0].rare = nn.Linear(6, 130)
     model = ranks.wrap(module)
@@ -128,7 +128,7 @@ def test_a_compiled_backward_whose_end_cannot_be_seen_is_an_error(ranks):
 
 
 class Middle(nn.Module):
-    """Its backward fails where it is told to."""
+    """Its backward fails on request."""
 
     fails = False
 
@@ -137,7 +137,7 @@ class Middle(nn.Module):
 
 
 def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
-    """At once, by a hook of the output, and in its middle."""
+    """It fails at its begin, in a hook of the output, or in its middle."""
     failures = {1: "at once", 3: "in the middle"}
 
     def explode(_):
@@ -153,7 +153,7 @@ def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
         out = model(ranks.integers(3, 6))
         if ranks.rank == 1 and failures.get(step) == "at once":
             out.register_hook(explode)
-        ranks.all(step)  # before it fails: else a peer may be told in its forward
+        ranks.all(step)  # else a peer may receive the failure in its forward
         kind = ValueError if ranks.rank else paceline.PeerError
         fails = pytest.raises(kind, match="out of luck")
         does = fails if step in failures else contextlib.nullcontext()
@@ -191,11 +191,11 @@ def test_a_whole_compiled_step_is_compiled_once(ranks, hook):
     assert seen[1:] == seen[1:2] * 5, seen
 
 
-# ---- a model that keeps what it has returned -----------------------------------------
+# ---- a model that keeps its output ---------------------------------------------------
 
 
 class Keeping(nn.Module):
-    """Keeps its output, where gc cannot see that it leads back: in torch's graph."""
+    """Keeps its output: a cycle through torch's graph, which gc cannot see."""
 
     def __init__(self, where):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Data parallelism beside other kinds, on one dimension of a mesh of 2 x 2."""
+"""Data parallelism on one dimension of a 2 x 2 mesh, with other kinds on the other."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_tensor_parallel_parts_are_averaged_in_every_step(ranks, wrap, plan, way
     model = kind(module, **where)
     parameters = [*model.parameters()]
     optimizer = getattr(torch.optim, way if way == "AdamW" else "SGD")(parameters, 0.05)
-    if way == "evaluated first" and kind is ranks.ours:  # torch's then trains a part
+    if way == "evaluated first" and kind is ranks.ours:  # then torch trains only a part
         with torch.inference_mode():
             model.eval()(torch.ones(2, 6))
         model.train()
@@ -65,7 +65,7 @@ def test_a_dtensor_that_is_a_parameter_is_refused_in_one_sentence(ranks):
 
 @on_ranks(4, schedule=["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_stages_of_a_pipeline_are_averaged_once_in_every_step(ranks, schedule):
-    """Against plain stages, averaged by hand: torch's class rounds otherwise."""
+    """Compare with plain stages, averaged by hand: torch's class rounds differently."""
     mesh = mesh_of("pp")
     dp, group, first = mesh["dp"], mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     numbers = [first, first + 2] if "Interleaved" in schedule else [first]

@@ -1,6 +1,6 @@
-"""What models are made of, their buffers, and how they are called.
+"""Kinds of modules, their buffers, and ways to call them.
 
-The reference is the plain module, or torch's class for what that sends.
+The reference is the plain module; for buffers it is torch's class.
 """
 
 import copy
@@ -62,14 +62,14 @@ def test_a_wrapper_of_torchs_inside_or_around_is_an_error(ranks):
     with pytest.raises(ValueError, match=r"torch's Distributed.* is around this"):
         model(x)
     with torch.no_grad():
-        model(x)  # nothing is averaged
+        model(x)  # this averages nothing
     inner(x).sum().backward()
-    elsewhere = ddp(Calls(inner))  # which has no parameter of the inner one's
+    elsewhere = ddp(Calls(inner))  # it has no parameter of the inner one
     (elsewhere(x) + 0 * x.sum()).backward()
 
 
 class Calls(nn.Module):
-    """Uses a wrapper that is no part of it."""
+    """Uses a wrapper that is not registered as its child."""
 
     def __init__(self, other):
         super().__init__()
@@ -101,7 +101,7 @@ def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_syn
 
 
 class Boxed(torch.Tensor):
-    """Has no memory of its own: another tensor has its values."""
+    """A tensor without memory, whose values are in another tensor."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -122,7 +122,7 @@ class Boxed(torch.Tensor):
 
 
 class Scaled(Boxed):
-    """Small integers and a scale, as quantised weights; what is computed is plain."""
+    """Small integers and a scale, like quantised weights; results are plain tensors."""
 
     def plain(self):
         return self.inner / 4
@@ -175,7 +175,7 @@ def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(rank
     x = ranks.integers(3, 6).requires_grad_()
     out = module(x).sum()
     ranks.wrap(module)
-    if ranks.rank != 0:  # rank 0's parameters are what they were
+    if ranks.rank != 0:  # rank 0's parameters are unchanged
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(out, x)
     else:
@@ -186,7 +186,7 @@ def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(rank
 
 
 class Counting(nn.Module):
-    """A buffer that tells whose it is, and how often it was written."""
+    """Has a buffer that identifies its rank and counts its writes."""
 
     def __init__(self, rank):
         super().__init__()
@@ -237,7 +237,7 @@ def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, wrap, 
 
 @as_torch(pattern=["yns", "nns", "yyn", "nyny"])
 def test_buffers_beside_no_sync_are_those_of_torch(ranks, wrap, pattern):
-    """y: a step; n: a backward in no_sync; s: a forward alone."""
+    """y: a step; n: a backward in no_sync; s: only a forward."""
     model = wrap(Counting(ranks.rank))
     for step, kind in enumerate(itertools.chain.from_iterable([pattern] * 3)):
         model.require_backward_grad_sync = kind == "y"
@@ -269,7 +269,7 @@ def test_a_forward_that_rank_0_has_not_is_an_error_and_no_hang(ranks):
     out = model(x_of(ranks, 1))
     if ranks.rank == 1:
         del out
-        model(x_of(ranks, 2))  # takes nothing over: another awaits its backward
+        model(x_of(ranks, 2))  # receives none: another forward awaits its backward
         with pytest.raises(paceline.MismatchError, match="2 of them without"):
             model(x_of(ranks, 3)).backward()
     else:
@@ -320,7 +320,7 @@ def test_replaced_buffers_are_found(ranks):
     model = ranks.wrap(Running())
     for _ in range(3):
         model(torch.full((1, 3), ranks.rank + 1.0)).sum().backward()
-    # Of rank 0 until the last forward, which is each rank's own.
+    # Rank 0's value until the last forward, to which each rank adds its own.
     assert model.state_dict()["module.total"].tolist() == [3.0 + ranks.rank] * 3
 
 
@@ -337,7 +337,7 @@ def test_outputs_may_be_changed_in_place(ranks):
 
 
 class Blocks(nn.Module):
-    """Blocks under checkpointing; the number of uses may differ from step to step."""
+    """Checkpointed blocks; the number of uses may differ between steps."""
 
     def __init__(self, reentrant, width=100, shared=False):
         super().__init__()
@@ -364,10 +364,10 @@ class Blocks(nn.Module):
 def test_every_block_may_be_checkpointed_and_used_more_often_from_step_to_step(
     ranks, reentrant, width, shared
 ):
-    """More firings than last time: some gradients come after their bucket has left."""
+    """If hooks fire more often than before, gradients come after their bucket left."""
     twin = Twin(ranks, integer_weights(Blocks(reentrant, width, shared), -1, 2))
     for step, uses in enumerate([1, 1, 1, 2, 1, 3, 1, 1, 2, 2]):
-        uses += ranks.rank % 2 * (step % 2)  # and the ranks differ
+        uses += ranks.rank % 2 * (step % 2)  # and differs between ranks
         twin.plain.uses = twin.ours.module.uses = uses
         twin.zero(set_to_none=step % 3 != 1)
         x = ranks.integers(2, width, key=step)

@@ -1,4 +1,4 @@
-"""What goes wrong in process groups of other kinds, and in which order things end."""
+"""Failures in process groups of other kinds, and orders in which objects end."""
 
 import copy
 import gc
@@ -34,7 +34,7 @@ def test_what_a_group_raises_comes_out_of_backward_and_is_said_from_then_on(rank
         assert "the cable is out" in str(caught.value)
         assert "wrap the model anew on every rank" in str(caught.value)
     module = model.module
-    del model, caught  # whose traceback has the loss, and so the wrapper
+    del model, caught  # its traceback refers to the loss, and so to the wrapper
     gc.collect()
     again = wrap_over(group, module)
     again(ranks.integers(2, 6)).sum().backward()
@@ -61,7 +61,7 @@ def test_what_a_group_raises_at_its_wait_comes_out_of_backward(ranks):
 
 
 class FailsWhenAsked(nn.Module):
-    """Has a backward that raises, between its layers."""
+    """Has a backward that raises on request, between its layers."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class FailsWhenAsked(nn.Module):
 def test_a_backward_that_failed_on_all_ranks_of_a_group_is_left_behind(
     ranks, n_before, again
 ):
-    """Nothing of it had been issued: to the group it has not begun."""
+    """It had issued nothing: for the group it has not begun."""
     model, plain = wrap_over(Over(ranks.group), FailsWhenAsked()), FailsWhenAsked()
     plain.load_state_dict(model.module.state_dict())
     theirs = ranks.wrap_by_torch(plain)
@@ -93,7 +93,7 @@ def test_a_backward_that_failed_on_all_ranks_of_a_group_is_left_behind(
 
 
 def test_a_backward_that_failed_is_run_again_over_a_group(ranks):
-    """On one rank alone, on the same graph: the other waits, and knows of nothing."""
+    """On one rank, on the same graph: the other rank just waits, without an error."""
     model = wrap_over(Over(ranks.group), FailsWhenAsked())
     loss = model(torch.ones(1, 6)).sum()
     if ranks.rank == 0:
@@ -126,7 +126,7 @@ def test_a_rank_that_skips_a_failed_backward_alone_is_told_of_over_a_group(ranks
 
 @on_ranks(why=["buckets", "buffers"])
 def test_a_backward_that_failed_late_over_a_group_is_said_from_then_on(ranks, why):
-    """Operations were issued, or the next forward has to issue some."""
+    """Operations were issued, or the next forward must issue some."""
     model = FailsWhenAsked()
     if why == "buffers":
         model.register_buffer("seen", torch.zeros(1))
@@ -171,7 +171,7 @@ def test_wrapper_and_group_may_go_in_any_order(ranks, first, by):
         assert torch.equal(grad, values_then)
     del grads, grad, parameters, values_then
     gc.collect()
-    # A thread of Gloo's may still hold the last operation, and the memory that it used.
+    # A thread of Gloo may still hold the last operation and its memory.
     assert until(lambda: gone() is None)
 
 
@@ -179,7 +179,7 @@ def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ran
     ends = []
 
     class Slow(dist.Work):
-        """Holds the tensors until it is told to end, as a real one does."""
+        """Holds the tensors until the test ends it, as a real Work does."""
 
         def __init__(self, tensors):
             super().__init__()
@@ -199,7 +199,7 @@ def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ran
             def end():
                 time.sleep(0.2)
                 for tensor in work.tensors:
-                    tensor.add_(1)  # into memory that must still be there
+                    tensor.add_(1)  # writes to memory that must still exist
                 ends.append(work.tensors[0].clone())
                 kept.remove(work)
                 del work.tensors

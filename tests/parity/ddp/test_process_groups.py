@@ -1,8 +1,8 @@
-"""Process groups that are neither Gloo nor NCCL: their own collectives carry all.
+"""Process groups that are neither Gloo nor NCCL: their collectives carry all data.
 
-Groups in Python over Gloo stand for any other kind; torch's own class over the same
-group, or over Gloo itself, is the reference.  Two ranks, where bits are compared: then
-a sum is rounded once, whoever takes it.
+Groups in Python over Gloo represent any other kind.  torch's class over the same group,
+or over Gloo itself, is the reference.  Where bits are compared there are two ranks: a
+sum of two is rounded once, in any implementation.
 """
 
 import copy
@@ -38,7 +38,7 @@ KINDS = {
 
 
 class Net(nn.Module):
-    """Sparse and dense, small and large, unused and frozen, with buffers."""
+    """Has sparse, dense, small, large, unused and frozen parameters, and buffers."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ def test_a_group_in_python_carries_all_and_gives_the_bits_of_torch(ranks, works)
 
 
 def test_gradients_that_a_group_in_python_carries_are_averaged_once(ranks):
-    """Also where they are views that stay, and accumulate."""
+    """Also if they are views that stay in place and accumulate."""
     module = nn.Linear(200, 100, bias=False)
     nn.init.zeros_(module.weight)
     model = wrap_over(Over(ranks.group), module)
@@ -159,13 +159,13 @@ def test_ranks_that_share_no_memory_give_the_bits_of_torch(ranks, wrap):
         yield [*model.buffers()]
 
 
-# ---- all that a wrapper does --------------------------------------------------------
+# ---- all features of a wrapper ------------------------------------------------------
 
 WORLDS = ["group in Python", "no shared memory"]
 
 
 def over(ranks, wrap, world, module, **options):
-    """Wrap over a group in Python, or over ranks apart; by torch's class as ever."""
+    """Wrap over a group in Python or over separate hosts; torch's class over Gloo."""
     if wrap == ranks.wrap_by_torch:
         return wrap(module, **options)
     if world == "group in Python":
@@ -286,9 +286,9 @@ def test_models_that_differ_are_an_error_on_every_rank(ranks, world):
 
 
 def train_over_a_fake_group(rank, n_ranks):
-    """The backend that torch's own tests use: its collectives do nothing.
+    """Train over the fake backend of torch's own tests: its collectives do nothing.
 
-    So the sum of two ranks is this rank's own share.
+    So the sum over two ranks is this rank's own part.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

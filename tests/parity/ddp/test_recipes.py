@@ -1,8 +1,8 @@
-"""Whole recipes as users write them, by paceline and by torch, compared bit by bit.
+"""Run the training recipes of recipes.py with paceline and torch, and compare bits.
 
-recipes.py has them.  What torch's class cannot do, or does wrong, is compared with the
-plain module, averaged by hand: on small integers, so that sums are exact.  Two ranks: a
-mean of two is rounded once, by either library.
+If torch's class cannot run a recipe, or is wrong, the reference is the plain module,
+averaged by hand, on small integers, so that sums are exact.  There are two ranks: both
+libraries round a mean of two once.
 """
 
 import copy
@@ -45,7 +45,7 @@ def test_a_recipe_gives_the_bits_of_torch(ranks, wrap, recipe):
     yield from ON_TORCH[recipe](Run(ranks, wrap))
 
 
-# ---- what torch cannot do, or does wrong ---------------------------------------------
+# ---- recipes that torch cannot run, or runs wrong ------------------------------------
 
 
 def exact():
@@ -73,7 +73,7 @@ def test_the_module_inside_may_be_replaced_as_a_whole(ranks):
 
 
 def test_a_model_frozen_as_a_whole_runs_and_is_trained_again(ranks):
-    """And is not wrapped anew for it: this happens in every step of some loops."""
+    """It need not be wrapped anew: some loops do this in every step."""
     twin = Twin(ranks, exact())
     world = twin.ours._session.world
     for key in range(3):
@@ -101,7 +101,7 @@ def test_each_forward_says_for_itself_whether_its_backward_is_synchronised(
         if order == "synchronised first":
             out = twin.ours(x).sum()
             with twin.ours.no_sync():
-                twin.ours(x)  # never gone back through
+                twin.ours(x)  # no backward follows
         else:
             with twin.ours.no_sync():
                 local = twin.ours(x).sum()
@@ -128,7 +128,7 @@ class TwoHeads(nn.Module):
 
 
 def test_a_forward_of_two_outputs_awaits_its_backward_once(ranks):
-    """Rank 0's statistics must not overwrite what the other forward has saved."""
+    """Rank 0's statistics must not overwrite tensors that the other forward saved."""
     torch.manual_seed(0)
     model = ranks.wrap(TwoHeads())
     for step in range(3):
@@ -169,7 +169,7 @@ def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, backend, w
 
 @on_ranks(how=[copy.deepcopy, pickled, saved_and_loaded])
 def test_rank_0_alone_copies_and_evaluates_a_wrapper(ranks, how):
-    """The copy meets its peers only where it is trained, and lives by itself."""
+    """A copy meets its peers only if it is trained, and outlives the original."""
     model = paceline.DistributedDataParallel(exact())
     model(x_of(ranks, 0)).sum().backward()
     if ranks.rank == 0:
@@ -192,7 +192,7 @@ def test_rank_0_alone_copies_and_evaluates_a_wrapper(ranks, how):
 def test_a_copy_may_begin_in_no_sync_or_stay_frozen(ranks):
     model = paceline.DistributedDataParallel(exact())
     teacher = copy.deepcopy(model).requires_grad_(False)
-    teacher(x_of(ranks, 0))  # gradients are recorded, but there is nothing to
+    teacher(x_of(ranks, 0))  # with grad mode on, but no parameter needs a gradient
     other = copy.deepcopy(model)
     with other.no_sync():
         other(x_of(ranks, 0)).sum().backward()
@@ -203,7 +203,7 @@ def test_a_copy_may_begin_in_no_sync_or_stay_frozen(ranks):
 
 
 def test_a_copy_called_with_other_tensors_meets_nobody(ranks):
-    """torch.func.functional_call swaps parameters for tensors that are no leaves."""
+    """torch.func.functional_call replaces parameters by tensors that are not leaves."""
     model = paceline.DistributedDataParallel(exact())
     other = copy.deepcopy(model)
     if ranks.rank == 0:
@@ -232,10 +232,10 @@ def test_an_output_kept_from_before_a_change_disturbs_no_step(ranks, width, is_r
         twin.zero()
         twin.step(lambda model: model(x).sum())
         if key == 0 and is_run:
-            kept.backward()  # of what is there no more
+            kept.backward()  # the head that it used was replaced
 
 
-# ---- what is refused, and surroundings -----------------------------------------------
+# ---- refusals, and surroundings ------------------------------------------------------
 
 
 def test_a_model_is_wrapped_while_another_device_is_the_default(ranks):

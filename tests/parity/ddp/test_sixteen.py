@@ -1,4 +1,4 @@
-"""Holds paceline to its column of the table in README.md: see sixteen.py."""
+"""Check paceline's column of the table in README.md: see sixteen.py."""
 
 import re
 import time
@@ -11,7 +11,7 @@ from sixteen import AT_ONCE, DEADLINE, EXPERIMENTS, Report, judge, run
 
 DIFFERS = r"MismatchError: DDP expects same model across all ranks, but rank 0 has "
 
-# experiment: what each rank's message begins with, None for a rank that has none
+# experiment: the begin of each rank's message, or None for a rank without an error
 RAISES = {
     "rank_1_has_a_float64_model": [
         DIFFERS + r"parameter 'weight' \(torch\.float32 .*"
@@ -48,7 +48,7 @@ RAISES = {
     ],
 }
 
-# An end of a process, or of a group, is no matter for ranks that others share.
+# Experiments that end a process or a group cannot share their ranks with others.
 IN_PROCESSES = [
     "rank_1_exits_before_its_backward",
     "rank_1_alone_makes_its_model_float64",
@@ -75,7 +75,7 @@ def assert_raises(name, verdict):
 
 
 def verdict_on(ranks, name):
-    """Run an experiment in the ranks that are there."""
+    """Run an experiment on the existing ranks."""
     pairs, error, began = None, None, time.monotonic()
     try:
         pairs = EXPERIMENTS[name].body(ranks.ours, ranks.rank)

@@ -1,12 +1,12 @@
-"""Sparse gradients on ranks: as torch averages them, and where it cannot.
+"""Sparse gradients on ranks, including those that torch cannot average.
 
-Bits are compared with torch's own wrapper wherever that trains the model.  It raises
-where a rank leaves a sparse embedding out, where a gradient is dense that should be
-sparse, or sparse that was not declared so: there the reference is the mean by hand.
+If torch's wrapper can train a model, bits are compared with it.  It raises if a rank
+does not use a sparse embedding, if a gradient is dense that should be sparse, or sparse
+without a declaration.  Then the reference is the mean by hand.
 
-A rank may die by torch's class: of two processes that all-reduced sparse tensors beside
-dense ones with Gloo and nothing of Paceline, 3 in some 60 runs of 90 s died on two
-cores with a load of 100 (torch 2.13), where malloc found an unaligned chunk.
+torch's class may crash a rank.  Two processes without Paceline all-reduced sparse and
+dense tensors with Gloo (torch 2.13) on two cores with a load of 100; in 3 of about 60
+runs of 90 s one died when malloc found an unaligned chunk.
 """
 
 import copy
@@ -53,7 +53,7 @@ def test_sparse_gradients_are_averaged_as_torch_averages_them(
 ):
     module = Words(table=TABLES[table](), dtype=DTYPES[dtype])
     offsets = (torch.tensor([0, 4, 8]),) if "bag" in table else ()
-    if table == "largest norm":  # the rows that it scales are no small integers
+    if table == "largest norm":  # it scales rows: they are no small integers
         module.out.weight.requires_grad_(False)
     model = wrap(module)
     for step in range(3):
@@ -98,7 +98,7 @@ def test_a_rank_may_have_no_rows_and_so_may_all(ranks, wrap):
 
 
 class Towers(nn.Module):
-    """Several tables, of several types."""
+    """Has several tables of several dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ class Towers(nn.Module):
         )
 
 
-# What makes a model, and which words it is given.
+# The function that makes a model, and the words that it is given.
 SIZES = {
     "several tables of any type": (Towers, {"n": 60, "n_rows": 400}),
     "several rounds of numbers": (
@@ -193,7 +193,7 @@ def test_gradients_that_are_kept_do_not_change(ranks):
 
 
 class Checkpointed(nn.Module):
-    """An embedding that two checkpointed blocks use: its hook fires once for each."""
+    """Two checkpointed blocks use its embedding, whose hook fires once for each."""
 
     def __init__(self, declared, reentrant):
         super().__init__()
@@ -281,7 +281,7 @@ def test_an_embedding_that_becomes_sparse_after_wrapping_is_averaged(ranks):
 
 @on_ranks(3, dtype=[*DTYPES])
 def test_the_mean_of_rows_has_the_bits_of_the_dense_mean_on_every_rank(ranks, dtype):
-    """Each row at most once a rank, so that nothing is rounded before the mean."""
+    """Each rank has a row at most once, so nothing is rounded before the mean."""
     torch.manual_seed(3)
     tables = [nn.Embedding(50, 9, sparse=is_sparse) for is_sparse in (True, False)]
     models = [ranks.wrap(table.to(DTYPES[dtype])) for table in tables]
@@ -340,7 +340,7 @@ def test_a_rank_stands_in_for_sparse_rows_while_another_device_is_the_default(ra
 
 
 def spoil(grad):
-    """Return a gradient with a row that its table has not."""
+    """Return a gradient with a row that its table does not have."""
     rows = torch.tensor([[10**6]])
     return torch.sparse_coo_tensor(
         rows, torch.ones(1, grad.shape[1]), (10**7, grad.shape[1])

@@ -1,4 +1,4 @@
-"""Sparse gradients that torch refuses, and that are averaged here."""
+"""Sparse gradients that torch refuses and Paceline averages."""
 
 import torch
 from cases import assert_equal, integer_weights, on_ranks
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Optional(Words):
-    """Leaves the embedding out where there are no words."""
+    """Does not use the embedding if there are no words."""
 
     def forward(self, words):
         if len(words) == 0:
@@ -59,7 +59,7 @@ def test_what_a_rank_accumulated_counts_where_it_is_not_used_again(ranks, used):
 
 
 class AlsoDense(Words):
-    """Adds the whole table, times a factor, if that is asked for."""
+    """Also adds the whole table times a factor, if one is given."""
 
     def forward(self, words, factor=0):
         out = super().forward(words).sum()
@@ -80,7 +80,7 @@ def test_a_dense_gradient_on_any_rank_makes_the_mean_dense_on_all(ranks, who):
 
 
 def test_dense_means_go_where_the_dense_gradient_was(ranks):
-    """And accumulate from there, in a layout of the user's too."""
+    """They also accumulate there, in a layout of the user's choice too."""
     both = ByHand(ranks, nn.Embedding(8, 4, sparse=True))
     for module in (both.plain, both.ours.module):
         module.weight.grad = torch.zeros(4, 8).t()
@@ -92,7 +92,7 @@ def test_dense_means_go_where_the_dense_gradient_was(ranks):
 
 
 class Tied(nn.Module):
-    """The output layer has the embedding's weight, as in language models."""
+    """The output layer shares the embedding's weight, as in language models."""
 
     def __init__(self, n_rows):
         super().__init__()
@@ -125,7 +125,7 @@ UNDECLARED = {"weight": torch.sparse_coo}
 
 
 class Looked(nn.Module):
-    """A weight that is looked up by the function: nothing says that it is sparse."""
+    """Looks up a weight by a function, without declaring that it is sparse."""
 
     def __init__(self, n_rows):
         super().__init__()
@@ -148,7 +148,7 @@ def test_undeclared_sparse_gradients_are_averaged_and_stay_sparse(ranks, n_rows,
         weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
     for step in range(4):
         both.zero()
-        is_left_out = step >= 2 and ranks.rank == step % 2  # it is sparse here too
+        is_left_out = step >= 2 and ranks.rank == step % 2  # it gets a sparse mean
         words = words_of(ranks, key=step)[: 0 if is_left_out else 12]
         both.step(words, layouts=UNDECLARED)
         assert weight.grad.sparse_dim() == dims
@@ -160,7 +160,7 @@ def test_undeclared_sparse_gradients_accumulate(ranks, n_rows, how):
     for step in range(4):
         if step > 0 and how == "to zero":
             both.zero(set_to_none=False)
-        if step == 1:  # the next averages both
+        if step == 1:  # the next step averages both
             both.local(words_of(ranks, key=step))
             continue
         means = both.step(words_of(ranks, key=step), layouts=UNDECLARED)
@@ -177,7 +177,7 @@ def test_undeclared_sparse_gradients_of_unsynchronised_backwards_stay_sparse(
         both.zero()
         words = words_of(ranks, key=step)
         both.local(words)
-        both.step(words[:0], layouts=UNDECLARED)  # no rank uses it again
+        both.step(words[:0], layouts=UNDECLARED)  # again without use on any rank
 
 
 @on_ranks(n_rows=[20, 3000])
@@ -185,7 +185,7 @@ def test_undeclared_sparse_and_dense_gradients_together_are_dense(ranks, n_rows)
     both = ByHand(ranks, Looked(n_rows))
     for step in range(6):
         both.zero()
-        # all dense, all sparse, one of each, and again
+        # All dense, all sparse, one of each, and so on.
         is_dense = [True, False, ranks.rank == 0][step % 3]
         layouts = UNDECLARED if step % 3 == 1 else {}
         both.step(words_of(ranks, key=step), is_dense, layouts=layouts)

@@ -1,6 +1,6 @@
-"""What is saved, loaded, and changed while a model is wrapped.
+"""Save, load and change the state of a model while it is wrapped.
 
-What ranks synchronise may change on all of them; what they do not, on any.
+Synchronised state may change if it does on all ranks; other state on any rank.
 """
 
 import copy
@@ -94,10 +94,10 @@ LOADS = {
 @on_gpus_too()
 @on_ranks(into=[*LOADS])
 def test_what_was_loaded_is_what_is_evaluated(ranks, into):
-    """And not the buffers that rank 0 has sent with the backward before."""
+    """The buffers that rank 0 sent with the previous backward must not replace it."""
     kept = net()
     with torch.no_grad():
-        kept(torch.arange(24.0).reshape(6, 4))  # statistics of its own
+        kept(torch.arange(24.0).reshape(6, 4))  # this rank's own statistics
     state = copy.deepcopy(kept.state_dict())
     folder = shared_folder(ranks)
     paceline.save(kept, f"{folder}/model.pt", process_group=ranks.group)
@@ -120,7 +120,7 @@ def test_statistics_that_were_reset_start_anew_on_every_rank(ranks):
     train(ranks, model, 1)
     state = model.state_dict()
     assert state["module.1.num_batches_tracked"].item() == 1
-    model.module[1].momentum = 0.0  # the next forward takes over rank 0's, and no more
+    model.module[1].momentum = 0.0  # the next forward only copies rank 0's
     train(ranks, model, 1)
     ranks.assert_same(model.state_dict().values(), "the state")
 
@@ -185,7 +185,7 @@ def test_a_model_may_change_between_steps(ranks, change, set_to_none):
 @as_torch()
 def test_what_was_accumulated_before_a_change_and_is_unused_is_averaged(ranks, wrap):
     module = integer_weights(Branches())
-    module.register_buffer("seen", torch.zeros(2))  # else none would travel
+    module.register_buffer("seen", torch.zeros(2))  # else no buffer would be sent
     model = wrap(module, find_unused_parameters=True)
     with model.no_sync():
         model(ranks.integers(3, 2), both=ranks.rank == 0).sum().backward()
@@ -240,7 +240,7 @@ def test_moving_a_model_to_shared_memory_leaves_its_gradients_alone(ranks):
         twin.step(lambda model: model(x).sum())
 
 
-# ---- what travels, and what does not -------------------------------------------------
+# ---- sent and local state ------------------------------------------------------------
 
 
 def module():
@@ -250,12 +250,12 @@ def module():
 
 
 def world_of(model):
-    """Return the world of our wrapper: another one where it was made anew."""
+    """Return the world of our wrapper: it differs if the wrapper made a new one."""
     return getattr(model, "_session", None) and model._session.world
 
 
 class Metric(nn.Module):
-    """Counts, in no buffer."""
+    """Counts in an attribute that is no buffer."""
 
     def forward(self, x):
         return x
@@ -295,7 +295,7 @@ def prepare_for_quantisation(net):
 
 
 def train_more(net):
-    net[0].requires_grad_(True)  # torch's class does not average these then
+    net[0].requires_grad_(True)  # torch's class would not average these
     net.register_buffer("mask", torch.zeros(3))
 
 
@@ -330,7 +330,7 @@ def test_buffers_registered_later_come_from_rank_0_if_there_were_any(
             torch.manual_seed(ranks.rank)
             LATER[what](net)
             own = [*net.buffers()]
-            if what != "more to train":  # that takes rank 0's parameters over
+            if what != "more to train":  # that copies rank 0's parameters
                 own += net.parameters()
             with torch.no_grad():
                 for tensor in own:
@@ -340,7 +340,7 @@ def test_buffers_registered_later_come_from_rank_0_if_there_were_any(
 
 
 class Rotary(nn.Module):
-    """Has a table that grows with the longest input, in the forward."""
+    """Its forward grows a table to the longest input."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -366,7 +366,7 @@ def test_a_buffer_that_all_ranks_let_grow_is_trained_on(ranks, wrap, dtype):
         ranks.assert_same([model.module.table], "the table")
 
 
-# ---- one rank alone -----------------------------------------------------------------
+# ---- changes on one rank ------------------------------------------------------------
 
 ALONE = {
     "a parameter is added": lambda net: net.add_module("more", nn.Linear(2, 2)),

@@ -1,4 +1,4 @@
-"""What a step is: which backwards are averaged; all ranks are in the same one."""
+"""Which backwards are averaged steps, and errors if ranks are in different steps."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ def data(ranks, step, rows=3, size=6):
 
 @as_torch(view=[False, True])
 def test_gradients_of_bare_backwards_are_averaged_with_the_next_step(ranks, wrap, view):
-    """The pattern of torch's own test_accumulate_gradients_module."""
+    """The pattern of torch's test_accumulate_gradients_module."""
     model = wrap(net(), gradient_as_bucket_view=view)
     with torch.no_grad():
         model.train()
@@ -50,7 +50,7 @@ def test_bare_backwards_beside_steps_that_leave_a_branch_out_are_local(
     x = data(ranks, 0, size=2)
     for _ in range(3):
         if flag == "static_graph":
-            model.zero_grad()  # with the other, torch wants what is used next
+            model.zero_grad()  # else torch waits for the next used parameters
         model(x, both=False).sum().backward()
         yield grads_of(model)
         if ranks.rank == 0:
@@ -96,7 +96,7 @@ def test_a_dropped_wrapper_that_is_garbage_on_one_rank_disturbs_no_other(ranks, 
 
 
 class TwoParts(nn.Module):
-    """Keeps a loss beside its output, and has a method that is called by itself."""
+    """Keeps a loss beside its output, and has a method that programs call directly."""
 
     def __init__(self):
         super().__init__()
@@ -113,14 +113,14 @@ class TwoParts(nn.Module):
 
 
 class Hides(TwoParts):
-    """Gives its output to nobody that could look for it."""
+    """Returns its output in an object that no library can search."""
 
     def forward(self, x):
         self.kept = self.first(x) + self.second(x)
 
 
 class Circles(Hides):
-    """Returns containers that have no end."""
+    """Returns containers that contain themselves."""
 
     def forward(self, x):
         super().forward(x)
@@ -171,7 +171,7 @@ def test_a_loss_that_the_module_keeps_is_averaged(ranks, wrap, which):
 @on_gpus_too()
 @as_torch(reentrant=[False, True])
 def test_a_checkpointed_wrapper_takes_its_steps(ranks, wrap, reentrant):
-    # Torch's class needs to be told.
+    # torch's class needs this option.
     model = wrap(net(), static_graph=wrap == ranks.wrap_by_torch)
     for step in range(3):
         model.zero_grad()
@@ -184,24 +184,24 @@ def test_a_checkpointed_wrapper_takes_its_steps(ranks, wrap, reentrant):
 
 
 def in_parts(ranks, model, step):
-    """Each rank cuts its batch into its own number of parts."""
+    """Each rank splits its batch into its own number of parts."""
     parts = data(ranks, step, rows=6).chunk(1 + ranks.rank)
     return sum(model(part).sum() for part in parts)
 
 
 def of_some_outputs(ranks, model, step):
-    """Rank 1 leaves an output out of its loss."""
+    """Rank 1 does not use an output in its loss."""
     outs = [model(data(ranks, (step, i))).sum() for i in range(2)]
     return sum(outs[ranks.rank :])
 
 
 def of_one_output(ranks, model, step):
-    """Each rank takes one of its losses, as if it were its best."""
+    """Each rank uses only one of its losses, as if it were the best."""
     return [model(data(ranks, (step, i))).sum() for i in range(2)][ranks.rank]
 
 
 def beside_an_evaluation(ranks, model, step):
-    """Rank 0 alone evaluates, and forgets torch.no_grad()."""
+    """Only rank 0 evaluates, without torch.no_grad()."""
     before = model.training
     out = model(data(ranks, step))
     if ranks.rank == 0:
@@ -231,7 +231,7 @@ def test_ranks_may_use_different_numbers_of_forwards_in_a_step(
 
 
 def run_and_catch(ranks, model, skip, n_steps=5):
-    """Train; what `skip` says goes wrong in its steps. Return errors and gradients."""
+    """Train with the faults that `skip` selects; return errors and gradients."""
     errors, found = {}, {}
     for step in range(n_steps):
         model.zero_grad()
@@ -272,7 +272,7 @@ def test_a_backward_that_one_rank_has_skipped_is_an_error_in_the_next_step(ranks
     words = str(errors[mismatch])
     assert "rank 0: 1, 0 of them without a backward" in words
     assert f"rank 1: 2, {int(not is_hidden)} of them without a backward" in words
-    for later in (1, 2):  # and then all ranks have the same means
+    for later in (1, 2):  # afterwards all ranks have the same means
         ranks.assert_same(found[mismatch + later], f"step {later} after it")
 
 
@@ -305,7 +305,7 @@ def test_a_kept_loss_on_one_rank_and_an_output_on_the_other_is_an_error(ranks):
 
 
 class FailsWhere(nn.Module):
-    """Raises where it is told to, in its forward or its backward."""
+    """Raises on request, in its forward or in its backward."""
 
     def __init__(self):
         super().__init__()
@@ -331,13 +331,13 @@ def test_each_rank_gets_its_own_exception_and_the_next_step_works(ranks, wrap, j
     for again in range(3):
         model.module.where = "forward"
         inside = model.join() if joins else contextlib.nullcontext()
-        time.sleep(0.1 * ((ranks.rank + again) % ranks.n))  # who is last differs
+        time.sleep(0.1 * ((ranks.rank + again) % ranks.n))  # the last rank differs
         with pytest.raises(MemoryError, match="for an activation"), inside:
             model(data(ranks, again, size=8))
     model.module.where = None
     if not joins:
         yield step_of(model, data(ranks, "next", size=8))
-    elif wrap == ranks.wrap:  # torch's may hang here
+    elif wrap == ranks.wrap:  # torch's class may hang here
         grads = step_of(model, data(ranks, "next", size=8))
         ranks.assert_same(grads, "gradients")
 
@@ -355,7 +355,7 @@ def test_training_goes_on_after_an_exception_that_one_rank_catches(ranks, where,
         optimizer.zero_grad()
         x = data(ranks, step, size=8)
         model.module.where = where if (ranks.rank, step) == (1, bad) else None
-        if model.module.where == "forward":  # no other rank hears of it
+        if model.module.where == "forward":  # no other rank learns of it
             with pytest.raises(MemoryError):
                 model(x)
             model.module.where = None
@@ -377,7 +377,7 @@ def test_rank_0_evaluates_alone(ranks):
             model.eval()
             with torch.no_grad():
                 model(data(ranks, epoch))
-            model(data(ranks, epoch))  # a graph that nobody runs backward
+            model(data(ranks, epoch))  # no backward follows
             model.state_dict()
     ranks.assert_same(step_of(model.train(), data(ranks, "end")), "gradients")
 

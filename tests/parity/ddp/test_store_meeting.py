@@ -1,7 +1,7 @@
-"""Groups that take no CPU tensors (NCCL): the ranks meet by the group's store.
+"""Groups that take no CPU tensors (NCCL): the ranks meet over the group's store.
 
-A group over Gloo that was made for GPUs alone stands for NCCL's: torch refuses to carry
-a CPU tensor by it.
+A Gloo group that was made only for GPUs represents one of NCCL: torch refuses to send a
+CPU tensor over it.
 """
 
 import time
@@ -32,9 +32,9 @@ def module():
 
 
 def train(ranks, model, steps=3):
-    """Compare means with exact ones, of multiples of their number.
+    """Compare means with exact ones; all values are multiples of the world size.
 
-    A group of several hosts divides before it sums.
+    Ranks on several hosts divide before they sum.
     """
     for step in range(steps):
         model.zero_grad()
@@ -75,19 +75,19 @@ def test_ranks_on_several_hosts_say_their_words_by_a_group_of_our_own(ranks):
     with apart():
         model = wrap(device_group(), module())
     train(ranks, model)
-    assert len(dist.distributed_c10d._world.pg_map) == before + 1  # the test's alone
+    assert len(dist.distributed_c10d._world.pg_map) == before + 1  # device_group()'s
 
 
 def test_ranks_that_have_made_other_groups_before_meet_all_the_same(ranks):
     alone = {"ranks": [ranks.rank], "backend": "gloo"}
     alone["use_local_synchronization"] = True
     group = device_group()
-    if ranks.rank == 0:  # names of groups differ now; from torch 2.14 on of all groups
+    if ranks.rank == 0:  # now group names differ; from torch 2.14 on of all groups
         dist.new_group(**alone)
     with apart():
         model = wrap(group, module())
     train(ranks, model, steps=1)
-    if ranks.rank == 1:  # and are alike again, for the tests that follow
+    if ranks.rank == 1:  # now they are alike again, for the next tests
         dist.new_group(**alone)
 
 
@@ -124,7 +124,7 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks):
         RuntimeError, match=f"^{words}DistributedDataParallel is not ne"
     ):
         wrap(group, net)
-    wrap(group, module())  # and the group is as good as before
+    wrap(group, module())  # the group is still usable
 
 
 def test_words_of_an_earlier_exchange_do_not_stay_in_the_store(ranks):
@@ -146,7 +146,7 @@ def test_the_timeout_is_that_of_the_group_for_the_device(ranks):
         assert torch_groups.group_timeout_seconds(group, kind) == 77.0
 
 
-# ---- in processes of their own ------------------------------------------------------
+# ---- in separate processes ----------------------------------------------------------
 
 
 def meet_without(rank, n_ranks, absent):
@@ -175,7 +175,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(absent):
 def die_after_meeting(rank, n_ranks, victim):
     group = device_group(seconds=60.0)
     meeting = Meeting(group)
-    meeting.exchange("words")  # from here on each rank knows every process
+    meeting.exchange("words")  # after this, each rank knows all processes
     tell("met")
     if rank == victim:
         time.sleep(60)

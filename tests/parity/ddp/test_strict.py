@@ -1,4 +1,4 @@
-"""What torch refuses is served, and refused under strict: in the words of torch."""
+"""Programs that torch refuses work, but with strict they raise torch's errors."""
 
 import dataclasses
 import re
@@ -36,7 +36,7 @@ def step(model, *args):
 
 
 def message(call, *args):
-    """Return what a call raises, in words; None where it does not."""
+    """Return the message of the error that a call raises; None if it raises none."""
     try:
         call(*args)
     except RuntimeError as error:
@@ -45,7 +45,7 @@ def message(call, *args):
 
 
 def assert_one_says(ranks, words, prefix):
-    """Check that every rank raised; one that heard of another's failure names it."""
+    """Check that every rank raised; an error about a peer's failure must name it."""
     said = ranks.all(words)
     assert None not in said
     assert any(one.startswith(prefix) for one in said), said
@@ -78,7 +78,7 @@ def test_unused_parameters_are_refused_at_the_next_forward_as_in_torch(ranks):
 
 
 def strictly(ranks, wrap, module, **options):
-    """Wrap by torch's class, or by ours that is as strict."""
+    """Wrap with torch's class, or with ours in strict mode."""
     return wrap(module, **options, **({"strict": True} if wrap == ranks.wrap else {}))
 
 
@@ -132,7 +132,7 @@ def test_a_static_graph_may_change_without_strict(ranks, declared):
             model._set_static_graph()
 
 
-# ---- where strict comes from --------------------------------------------------------
+# ---- ways to set strict -------------------------------------------------------------
 
 
 def test_the_environment_asks_for_strict_unless_the_argument_is_given(ranks):
@@ -152,7 +152,7 @@ def test_ranks_that_differ_in_strictness_are_told(ranks):
         ranks.wrap(net(), strict=bool(ranks.rank))
 
 
-# ---- the words of torch -------------------------------------------------------------
+# ---- torch's messages ---------------------------------------------------------------
 
 
 NOT_NEEDED = "DistributedDataParallel is not needed when a module doesn't have any"
@@ -208,7 +208,7 @@ def test_strict_refuses_the_bf16_hook_in_the_words_of_torch(ranks, wrap):
     yield str(caught.value)
 
 
-# ---- programs that torch refuses, or takes: at the same call ------------------------
+# ---- programs that raise at the same call as with torch, or not at all --------------
 
 READY_TWICE = "Expected to mark a variable ready only once."
 SENTENCES = [
@@ -242,7 +242,7 @@ FORMS = {
 
 
 class TwoHeads(nn.Module):
-    """Returns two outputs, in some form."""
+    """Returns two outputs, in a given form."""
 
     def __init__(self, form="tuple"):
         super().__init__()
@@ -254,7 +254,7 @@ class TwoHeads(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Runs its second layer in a checkpoint; `other` in none of its forwards."""
+    """Runs its second layer in a checkpoint, and never uses `other`."""
 
     def __init__(self, use_reentrant, other=None):
         super().__init__()
@@ -266,7 +266,7 @@ class Checkpointed(nn.Module):
 
 
 class HandsOut(nn.Module):
-    """Returns a layer of its own, for the caller to use."""
+    """Returns one of its layers, for the caller to use."""
 
     def __init__(self):
         super().__init__()
@@ -339,7 +339,7 @@ def declares_static_after_a_forward(model):
 
 
 def refusal(program, model):
-    """Return which call of a program raises, by its place, and its words."""
+    """Return the index of the call of a program that raises, and its message."""
     steps = program(model)
     result, n = None, 0
     try:

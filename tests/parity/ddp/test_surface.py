@@ -1,4 +1,4 @@
-"""What programs reach for besides training: the same script by torch and by us."""
+"""Uses of a wrapper besides training: the same script with torch and with Paceline."""
 
 import sys
 import threading
@@ -22,11 +22,11 @@ from torch.distributed._composable.replicate import replicate as composable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
-# ---- forward, and what is round it -------------------------------------------------
+# ---- forward and its surroundings --------------------------------------------------
 
 
 def test_a_forward_shows_the_active_wrapper_where_something_is_compiled(ranks):
-    torch.compile(lambda x: x, backend="eager")  # from here on dynamo may ask
+    torch.compile(lambda x: x, backend="eager")  # dynamo may now inspect it
 
     class Curious(nn.Linear):
         def forward(self, x):
@@ -95,7 +95,7 @@ def test_the_cap_that_dynamo_reads_is_that_of_torch_and_may_be_set(ranks, wrap):
 
 @as_torch()
 def test_prepare_for_backward_synchronises_what_ran_without(ranks, wrap):
-    """As accelerate's trigger_sync_in_backward and pipelining do."""
+    """accelerate's trigger_sync_in_backward and torch's pipelining do this."""
     model = wrap(net())
     for with_output in (False, True, False):
         model.zero_grad()
@@ -125,7 +125,7 @@ def test_prepare_for_backward_counts_for_one_backward(ranks):
 
 
 class Manual(nn.Module):
-    """Goes backward in its forward, as Lightning's manual optimisation does."""
+    """Runs backward in its forward, like Lightning's manual optimisation."""
 
     def __init__(self):
         super().__init__()
@@ -198,7 +198,7 @@ def test_calls_that_have_nothing_to_do_are_taken(ranks):
 # ---- logging data -------------------------------------------------------------------
 
 
-ONLY_OURS = {"can_set_static_graph"}  # torch tells only as it is destroyed
+ONLY_OURS = {"can_set_static_graph"}  # torch adds it only when it is destroyed
 LATER_KEYS = {"num_buckets_reduced", "unused_parameter_size"}
 TIMES = "_time", "_time_start", "_time_end"
 
@@ -363,5 +363,5 @@ def test_an_evaluation_in_another_thread_leaves_a_forward_its_own(ranks):
     model(X)
     for thread in others:
         thread.join()
-    y.sum().backward()  # of a forward that was not to be synchronised
+    y.sum().backward()  # its forward was in no_sync
     assert torch.equal(model.module.layer.weight.grad, X * (ranks.rank + 1))

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
 class Shares(nn.Module):
-    """Has tensors of its own, and a weight and a buffer under two names."""
+    """Has its own tensors, and a weight and a buffer under two names."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Shares(nn.Module):
 
 
 class Hides:
-    """Tells of some of its tensors only."""
+    """Lists only some of its tensors."""
 
     def named_parameters(self, *args, **options):
         return self.shown(super().named_parameters(*args, **options))
@@ -154,7 +154,7 @@ def test_delayed_gradients_come_out_averaged(ranks):
 @on_gpus_too()
 @on_ranks(when=["before", "after"])
 def test_optimizers_in_backward_step_by_averages(ranks, when):
-    """Against ordinary steps: on a CPU torch's own fail, for want of an accelerator."""
+    """Compare with ordinary steps: torch's own need an accelerator and fail on CPUs."""
     module, plain = net(), ranks.wrap_by_torch(net())
     model = ranks.wrap(module) if when == "after" else None
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
@@ -269,7 +269,7 @@ def test_what_is_compiled_is_split_at_buckets_into_the_graphs_of_torch(
     else:
         module = torch.compile(Chain(), backend=count)
         model = wrap(module, bucket_cap_mb=1, **options)
-    for _ in range(14):  # ten of them are sampled for the logging data
+    for _ in range(14):  # the logging data sample ten of them
         step_of(model, torch.ones(1, 600))
     assert len(seen) > 1
-    yield seen  # none of the wrapper's own code
+    yield seen  # none of it is code of the wrapper

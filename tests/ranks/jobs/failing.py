@@ -1,9 +1,9 @@
-"""A job in which one rank fails or leaves; test_exceptions.py takes its model too.
+"""A job in which one rank fails or leaves; test_exceptions.py uses its model too.
 
     python failing.py LAUNCH WHERE FOLDER [RANK]
 
-LAUNCH is `script` (this process is one rank), `spawn`, `fork` or `forkserver` (this
-process starts the ranks).  Every rank that meets a PeerError writes it to
+With LAUNCH `script`, this process is one rank; with `spawn`, `fork` or `forkserver`, it
+starts the ranks.  Every rank that raises a PeerError writes its message to
 FOLDER/error.RANK.
 """
 
@@ -44,7 +44,7 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(8, 128)
-        self.middle = torch.nn.Linear(128, 128)  # large enough to be a view
+        self.middle = torch.nn.Linear(128, 128)  # its gradient is a view
         self.last = torch.nn.Linear(128, 1)
         self.where = None
 
@@ -62,7 +62,7 @@ class Net(torch.nn.Module):
 
 
 def run(rank, where, folder):
-    global model  # as in many scripts: alive until the process ends
+    global model  # as in many scripts, it lives until the process ends
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", N_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=N_RANKS)
@@ -86,7 +86,7 @@ def run(rank, where, folder):
 def start(launch, where, folder):
     if launch == "spawn":
         context = mp.spawn(run, (where, folder), nprocs=N_RANKS, join=False)
-        processes = context.processes  # join() would end the others with the first
+        processes = context.processes  # join() would end all when the first one fails
     else:
         kind = mp.get_context(launch)
         processes = [

@@ -1,6 +1,6 @@
-"""Interrupts steps of DataParallel at many moments; checks each next step.
+"""Interrupt steps of DataParallel at many moments; check each next step.
 
-Arguments: how many interrupts, the seed of their moments.
+Arguments: the number of interrupts, and the seed for their moments.
 """
 
 import copy
@@ -18,7 +18,7 @@ LONGEST_SECONDS = 4e-3  # about a step and a half
 
 
 class Net(nn.Module):
-    """What its forward computes, and the form of its output, are attributes."""
+    """Attributes select the operations of its forward and the form of its output."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def change(module, draw):
 
 
 def run_interrupted(model, module, draw):
-    """Take three steps; tell whether Ctrl-C has come."""
+    """Take three steps; return whether Ctrl-C interrupted them."""
     try:
         try:
             delay = draw.uniform(1e-5, LONGEST_SECONDS)
@@ -56,7 +56,7 @@ def run_interrupted(model, module, draw):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
-        torch.set_grad_enabled(True)  # torch's own no_grad() may be left half-way
+        torch.set_grad_enabled(True)  # an interrupt may leave torch's no_grad() on
         return True
     return False
 
@@ -66,7 +66,7 @@ def batch(draw):
 
 
 def check_step(model, module, plain, draw):
-    """Compare a step with the plain module's, bit by bit: the numbers are integers."""
+    """Compare a step's bits with those of the plain module: values are integers."""
     for name in ("scale", "form"):
         setattr(plain, name, getattr(module, name))
     plain.shift.copy_(module.shift)

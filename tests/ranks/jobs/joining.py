@@ -1,7 +1,7 @@
-"""A script that any launcher may start; run by test_init_launchers.py.
+"""A script for any launcher; test_init_launchers.py runs it.
 
-It prints a line of JSON: the world that it joined, whether a second call says the same,
-what libraries find in the environment, and the gradient of its model, whose loss is the
+It prints a line of JSON: the world that it joined, whether a second call returns the
+same, the environment for libraries, and the gradient of its model, whose loss is the
 rank times the weights.
 """
 
@@ -34,4 +34,4 @@ if world.rank >= 0:
     report["grad"] = module.weight.grad.tolist()
     del model
     dist.destroy_process_group()
-sys.stdout.write(json.dumps(report) + "\n")  # in one piece
+sys.stdout.write(json.dumps(report) + "\n")  # in a single write

@@ -1,4 +1,4 @@
-"""A script that launches ranks, with no main guard, on purpose: launching.py HOW.
+"""A script that launches ranks, on purpose without a main guard: launching.py HOW.
 
 Each rank prints its process id.
 """
@@ -42,7 +42,7 @@ def train(n_steps):
         atexit.register(print, "handlers run")
         return 0.0
     if dist.get_rank() == 1:
-        sum(itertools.repeat(0))  # no other thread of Python's runs
+        sum(itertools.repeat(0))  # never lets another Python thread run
     time.sleep(600)
 
 
@@ -52,23 +52,23 @@ def speak_late():
 
 
 def started():
-    """Return the ranks' processes that this one has started by now."""
+    """Return the processes of ranks that this one has started so far."""
     return [each._popen.pid for group in processes._open for each in group._processes]
 
 
 if how in ("starts", "forks", "becomes another", "exits"):
     threading.Thread(target=paceline.launch, args=(train, 2, 3), daemon=True).start()
-    if how == "starts":  # at once, long before they run
+    if how == "starts":  # at once, long before the ranks run
         while len(started()) < 2:
             time.sleep(0.001)
         print("pid", *started(), flush=True)
-    input()  # the test has read who runs
+    input()  # until the test has read the ranks' processes
     if how == "exits":
         sys.exit(0)
     if how == "becomes another":
         print("becomes another", flush=True)
         os.execv(sys.executable, [sys.executable, "-c", "input()"])
-    if os.fork() == 0:  # and another thread may have been printing
+    if os.fork() == 0:  # another thread may be printing meanwhile
         os.write(1, b"forked %d\n" % os.getpid())
         time.sleep(600)
     input()

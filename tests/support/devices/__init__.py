@@ -7,7 +7,7 @@ They are real devices (`devices.cpp`): autograd has a thread for each, and an op
 on tensors of two of them is an error.  Their memory is the host's, and the CPU's
 kernels compute, so results have the CPU's bits.
 
-The library is built once for each torch and compiler, into `build/devices`.
+The library is built into `build/devices`, once for each torch and compiler.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ native = Native()
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler, if there is one."""
+    """Return the path of the C++ compiler, or None."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 

@@ -1,4 +1,4 @@
-/* operation.h - one operation of torch on the tensors of one device. */
+/* operation.h - run an operation of torch on tensors of one device. */
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,7 +14,7 @@ constexpr DeviceIndex N_DEVICES = 4;
 /* Run any operation: torch calls this as the kernel of each. */
 void run(const c10::OperatorHandle &op, torch::jit::Stack *stack);
 
-/* Copy a tensor's values to one of the same shape, on any device. */
+/* Copy values between tensors of one shape, on any devices. */
 void copy_values(const Tensor &from, const Tensor &to);
 
 Generator default_generator(DeviceIndex index);
