@@ -1,4 +1,4 @@
-"""What the tests of one process share."""
+"""Fixtures of tests in one process."""
 
 from datetime import timedelta
 
@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 @pytest.fixture(scope="module", autouse=True)
 def start_by_fork(forked_workers):
-    """Have every file's worker processes forked."""
+    """Fork the worker processes of every file."""
 
 
 @pytest.fixture
 def alone(tmp_path):
-    """A default process group of this process alone."""
+    """Make a default process group of only this process."""
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(tmp_path / "store"), 1),

@@ -1,4 +1,4 @@
-"""Scalars by one call a step: what is written, when, on which rank."""
+"""Scalars by one call per step: what is written, when, and on which rank."""
 
 import math
 
@@ -15,7 +15,7 @@ COMM = {"paceline/exposed_comm_ms", "paceline/exposed_comm_share"}
 
 
 class Writer:
-    """Keeps what either callback writes."""
+    """Keeps the entries of both callbacks."""
 
     def __init__(self):
         self.entries = {}

@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all, and read with either kind of keys."""
+"""Checkpoints are written whole or not at all; both kinds of keys load."""
 
 import io
 import os
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Its part is called `inner`, or as torch's wrappers call what they wrap."""
+    """Its child is called `inner`, or `module` as in torch's wrappers."""
 
     def __init__(self, part="inner"):
         super().__init__()
@@ -29,7 +29,7 @@ def wrapped(model):
 
 
 class Versioned(nn.Module):
-    """Keeps what version of itself its parameters were saved by."""
+    """Keeps the version that its parameters were saved with."""
 
     def __init__(self, version, **parts):
         super().__init__()
@@ -145,7 +145,7 @@ def test_the_permissions_are_those_of_any_new_file(path, mask, mode):
 
 
 def kill_at(monkeypatch, n_bytes, error=None):
-    """Have the process killed, or raise, when so many bytes are written."""
+    """Kill the process, or raise, when `n_bytes` bytes have been written."""
     write, left = os.write, [n_bytes]
 
     def write_less(descriptor, data):
@@ -168,7 +168,7 @@ NEW = {"model": nn.Linear(60, 60), "epoch": 2}
 
 
 def sampled_offsets(path, n):
-    """Return offsets of a save of NEW: of its ends, and evenly between."""
+    """Return byte offsets in a save of NEW: at both ends, and evenly between."""
     paceline.save(NEW, path)
     size = path.stat().st_size
     path.unlink()
@@ -336,7 +336,7 @@ def test_any_name_that_the_system_takes_is_written(tmp_path, save, name):
 
 
 def test_a_pipe_is_written_to_and_stays(path):
-    """And so a device, which a test had better not try: see what root may replace."""
+    """A device is too, but no test should try: root may replace it."""
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -371,7 +371,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next(path):
         if pid == 0:
             paceline.save([torch.zeros(1000), Deadly()], where)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    assert len(list(path.parent.iterdir())) == 2  # of either place
+    assert len(list(path.parent.iterdir())) == 2  # one per place
     paceline.save(STATE, path)
     assert len(list(path.parent.iterdir())) == 2
     paceline.save(STATE, other)

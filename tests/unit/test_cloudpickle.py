@@ -1,4 +1,4 @@
-"""What is sent by value keeps the name of its file, whichever cloudpickle there is."""
+"""Code pickled by value keeps the name of its file with every cloudpickle."""
 
 import io
 import pickle

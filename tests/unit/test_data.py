@@ -18,7 +18,7 @@ WORKERS = [(0, False), (2, False), (2, True)]
 
 
 def orders(n_rows, shuffle, seed):
-    """Yield the rows of epoch after epoch, as torch's sampler orders them."""
+    """Yield the rows of each epoch, in the order of torch's sampler."""
     torchs = DistributedSampler(range(n_rows), 1, 0, shuffle=shuffle, seed=seed)
     for epoch in itertools.count():
         torchs.set_epoch(epoch)
@@ -53,7 +53,7 @@ def test_each_row_comes_once_an_epoch_whatever_ranks_go_on_from_wherever(seed):
                 found += itertools.chain(*parts)
             last = epoch
             if n_steps < 100:
-                break  # a pass that is given up is begun anew, if it is not resumed
+                break  # unless it is resumed, the next pass begins anew
         state, *others = (sampler.state_dict() for sampler in samplers)
         assert all(other == state for other in others)
     assert found == list(itertools.islice(orders(n_rows, **order), len(found)))
@@ -90,7 +90,7 @@ def test_a_loop_over_a_loader_counts_what_it_takes_and_not_what_workers_read(
         assert again.epoch == here
         taken = torch.cat(list(loader)).tolist()
         assert taken == (epochs[here][rests[n] :] if n < 11 else epochs[here])
-    next(iter(loader))  # a look at a batch, or a loop that ends early
+    next(iter(loader))  # takes one batch, like a loop that ends early
     again_from = again.epoch
     for _ in loader:
         assert again.epoch == again_from
@@ -100,7 +100,7 @@ def test_a_loop_over_a_loader_counts_what_it_takes_and_not_what_workers_read(
 
 
 class Flaky(Dataset):
-    """Rows of which one cannot be read."""
+    """A data set with a row that cannot be read."""
 
     def __len__(self):
         return 11
@@ -120,7 +120,7 @@ def test_a_batch_that_cannot_be_read_counts_once_the_loop_goes_on(n_workers, n_m
     found = [*next(batches).tolist(), *next(batches).tolist()]
     with pytest.raises(OSError, match="row 5"):
         next(batches)
-    found += [4, 5] if n_more else []  # which the loop leaves out
+    found += [4, 5] if n_more else []  # the rows that the loop skips
     found += itertools.chain(
         *map(torch.Tensor.tolist, itertools.islice(batches, n_more))
     )
@@ -138,7 +138,7 @@ def test_the_states_that_torchdatas_loader_takes_are_those_of_what_it_was_given(
     list(sampler)
     batches = iter(sampler)
     given = [next(batches) for _ in range(3)]
-    states = sampler.state_dict(taken=1), batches.state_dict()  # the first, as it lags
+    states = sampler.state_dict(taken=1), batches.state_dict()  # the first lags behind
     again.load_state_dict(states[0])
     rest = iter(again)
     rest.load_state_dict(states[1])
@@ -178,7 +178,7 @@ def test_epochs_can_be_set_as_with_torchs_samplers():
     assert epochs[0] != epochs[1] != epochs[3]
     assert sampler.epoch == 6
     next(batches := iter(sampler))
-    sampler.set_epoch(6)  # the present one
+    sampler.set_epoch(6)  # the current one
     assert sampler.state_dict()["taken"] == 4
     other = BatchSampler(range(9), 4, seed=7)
     other.load_state_dict(sampler.state_dict())

@@ -1,4 +1,4 @@
-"""The examples in the documentation: each says what happens."""
+"""The examples in docstrings run and print what they show."""
 
 import doctest
 import importlib
@@ -19,7 +19,7 @@ def modules():
 
 
 def examples():
-    """Those of all modules; classes that are public say that they are of `paceline`."""
+    """Return all modules' examples; public classes name `paceline` as their module."""
     found = [example for module in modules() for example in FINDER.find(module)]
     for name in paceline.__all__:
         found += FINDER.find(getattr(paceline, name), name, module=False)

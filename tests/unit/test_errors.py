@@ -1,4 +1,4 @@
-"""The facts of errors whose messages the tables of tests/ranks do not reach."""
+"""The facts of errors whose messages the tests in tests/ranks do not produce."""
 
 import pickle
 import signal
@@ -9,7 +9,7 @@ import pytest
 
 DIED = "rank 2: rank 3 (process 0) died (step 5, in forward, after operation 4)"
 OWN = "\n\nIts own failure message:\n"
-FACTS = [  # the message, and whose fault it is in which step
+FACTS = [  # the message, the rank at fault and its step
     (f"rank 0: ranks 2 to 3 (host 1) failed: {DIED}; this rank was at step 6", 3, 5),
     (f"rank 0: the world has failed ({DIED}): wrap the model anew", 3, 5),
     (f"rank 1: the step of rank 0 failed (step 9, in forward){OWN}{DIED}", 3, 5),
@@ -49,5 +49,5 @@ def test_an_error_keeps_the_signal_that_ended_the_rank_if_it_can_be_known():
     words = f"rank 0: rank 1 (process {process.pid}) died (step 2, in forward)"
     error = paceline.PeerError(words)
     process.wait()
-    assert paceline.PeerError(words).signal is None  # its parent has collected it
+    assert paceline.PeerError(words).signal is None  # its parent has reaped it
     assert pickle.loads(pickle.dumps(error)).signal == signal.SIGKILL

@@ -1,4 +1,4 @@
-"""A training that is saved and resumed equals, bit for bit, one without a break."""
+"""A training that is saved and resumed equals an uninterrupted one bit for bit."""
 
 import random
 
@@ -17,7 +17,7 @@ WRAPS = {
 
 
 def make(wrap="bare", seed=0, p=0.5):
-    """Return what a training consists of, by name."""
+    """Return the objects of a training, by name."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(p), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -76,7 +76,7 @@ def test_a_training_goes_on_to_the_bit(alone, path, prefix, wrap):
 
 
 def break_off_and_resume(path):
-    """Return this rank's result without a break, and with one."""
+    """Return this rank's result without and with an interruption."""
     results = []
     for is_broken in (False, True):
         seed_all(dist.get_rank())
@@ -102,7 +102,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(path):
 
 
 def begin_as_rank(path):
-    """Take the first steps on the same rows as the other rank."""
+    """Take the first steps, on the same rows as the other rank."""
     seed_all(5)
     training = make("ranks")
     seed_all(5)
@@ -111,7 +111,7 @@ def begin_as_rank(path):
 
 
 def finish_as_rank(path):
-    """Take the last steps; rank 1, of which the file has no state, copies rank 0's."""
+    """Take the last steps; rank 1 has no state in the file and copies rank 0's."""
     training = make("ranks")
     paceline.load(path, rng=True, **training)
     states = [(torch.get_rng_state(), np.random.get_state(), random.getstate())]
@@ -124,7 +124,7 @@ def finish_as_rank(path):
 
 
 def test_ranks_and_one_process_take_over_from_each_other(path):
-    """Both ranks have the rows of the one process: the mean is its gradient."""
+    """Both ranks use the rows of the single process: the mean is its gradient."""
     seed_all(5)
     unbroken = make()
     seed_all(5)
@@ -151,7 +151,7 @@ def test_the_gpus_that_are_there_get_their_states(path, monkeypatch):
     assert [put[i].tolist() for i in put] == [s.tolist() for s in states[:2]]
 
 
-# ---- what does not fit --------------------------------------------------------------
+# ---- objects that do not fit the file -----------------------------------------------
 
 
 def test_lists_of_objects_are_put_back_by_their_places(path):

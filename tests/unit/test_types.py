@@ -1,4 +1,4 @@
-"""What type checkers and Python make of the types of paceline's names."""
+"""Type checkers and Python accept the types of paceline's names."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from paceline import DataParallel, DistributedDataParallel
 
 ROOT = Path(__file__).parents[2]
 
-# Of a line that ends in "# error" every checker says that it is wrong, of no other one.
+# Every checker must report exactly the lines that end in "# error".
 SCRIPT = """\
 # pyright: standard
 import copy
@@ -64,7 +64,7 @@ launcher: str = paceline.init(backend=2).launcher  # error
 """
 CHECKERS = {
     "mypy": ["--config-file", str(ROOT / "pyproject.toml")],
-    "basedpyright": [],  # pyright, with what it needs of Node
+    "basedpyright": [],  # pyright, with its own Node
 }
 
 

@@ -1,4 +1,4 @@
-"""Checks that go wrong, for `test_doctor_apart.py`."""
+"""Checks that crash or hang, for `test_doctor_apart.py`."""
 
 import os
 import subprocess

@@ -1,11 +1,11 @@
-"""Ratios and advice of ``paceline bench``, of turns that are written here."""
+"""Ratios and advice of ``paceline bench`` for measurements given in the test."""
 
 import pytest
 from paceline._cli.bench import command, steps
 
 
 def rows_of(*, plain, replicas, ranks, n=2, n_cores=4, model="digits"):
-    """Rows of a world: milliseconds of three turns, the same on all ranks."""
+    """Return rows of a world: milliseconds of three turns, the same on all ranks."""
     on_ranks = {steps.TORCH: [8.0] * 3, steps.RANKS: ranks}
     on_first = {steps.PLAIN: plain, steps.REPLICAS: replicas, **on_ranks}
     others = {model: steps.Timed(64, on_ranks)}
@@ -14,7 +14,7 @@ def rows_of(*, plain, replicas, ranks, n=2, n_cores=4, model="digits"):
 
 
 def test_a_ratio_is_of_turns_of_one_round_and_not_of_medians():
-    # Load doubles all times of the second round: ratios do not see it.
+    # Load doubles all times of the second round, which leaves ratios unchanged.
     rows = rows_of(plain=[8, 16, 8], replicas=[4, 8, 4], ranks=[2, 4, 2])
     found = {row.contestant: row for row in rows}
     assert found[steps.REPLICAS].against_plain == [2, 2, 2]
@@ -24,7 +24,7 @@ def test_a_ratio_is_of_turns_of_one_round_and_not_of_medians():
     assert found[steps.RANKS].samples_per_second == 64 / 2e-3
     assert (found[steps.PLAIN].n_parallel, found[steps.PLAIN].n_threads) == (1, 4)
     assert (found[steps.RANKS].n_parallel, found[steps.RANKS].n_threads) == (2, 2)
-    replicas = found[steps.REPLICAS]  # of one process
+    replicas = found[steps.REPLICAS]  # those of one process
     assert (replicas.n_parallel, replicas.n_threads) == (2, 4)
 
 

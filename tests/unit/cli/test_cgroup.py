@@ -1,9 +1,9 @@
-"""The limits of control groups, read from folders as the kernel shows them."""
+"""Limits of control groups, read from folders in the kernel's layout."""
 
 import pytest
 from paceline import _cgroup
 
-NO_LIMIT = 9223372036854771712  # as version 1 writes it
+NO_LIMIT = 9223372036854771712  # in version 1
 
 
 def make(root, files):
@@ -21,7 +21,7 @@ OUTSIDE = {"proc/self/cgroup": "0::/../x"}
 
 
 def of(groups, folder="", **files):
-    """Return the files of a group, whose names have dots for double underscores."""
+    """Return the files of a group; double underscores in names stand for dots."""
     place = "/".join(filter(None, ["sys/fs/cgroup", folder]))
     return {
         **groups,
@@ -54,7 +54,7 @@ JOB, USER, MEMORY = "user/job", "user", "memory/job"
         (of(OUTSIDE, cpu__max="300000 100000"), 3.0),
         (of(V2, JOB, cpu__max="nonsense"), None),
         (quota_of("cpu,cpuacct/job", "250000"), 2.5),
-        (quota_of("cpu", "50000"), 0.5),  # in a container, whose group is mounted
+        (quota_of("cpu", "50000"), 0.5),  # in a container, which mounts its own group
         (quota_of("cpu/job", "-1"), None),
     ],
 )

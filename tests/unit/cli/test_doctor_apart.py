@@ -1,4 +1,4 @@
-"""Checks in a process of their own: what crashes or hangs is a finding."""
+"""Checks in a separate process: a crash or a hang becomes a finding."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The doctor's look at GPUs, on the fakes of CUDA and NCCL."""
+"""The doctor's checks of GPUs, with simulated CUDA and NCCL."""
 
 import types
 

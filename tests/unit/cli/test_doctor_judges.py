@@ -1,4 +1,4 @@
-"""What the doctor makes of readings, most of which this machine cannot have."""
+"""The doctor's findings for readings, most of which this machine cannot have."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def assert_finding(finding, status, *words):
-    """Check the status, and that each of some words is somewhere in the finding."""
+    """Check the status of a finding, and that it contains each of some words."""
     text = f"{finding.found}\n{finding.advice}"
     assert finding.status is Status(status), text
     assert all(word in text for word in words), text
@@ -21,7 +21,7 @@ def assert_finding(finding, status, *words):
 
 
 def judged(judge, *rows):
-    """Return a test of rows: a reading, the status and words that follow from it."""
+    """Return a test of rows: a reading, and the status and words of its finding."""
 
     @pytest.mark.parametrize("row", rows, ids=lambda row: row[1])
     def test(row):

@@ -1,4 +1,4 @@
-"""A mistake in the command line is one line, with the word that was probably meant."""
+"""A mistake in the command line gives one line, with the word probably meant."""
 
 import sys
 

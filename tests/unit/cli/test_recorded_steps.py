@@ -1,4 +1,4 @@
-"""Recorded steps: whose files are read, what they amount to, when there are none."""
+"""Recorded steps: which files are read, their summaries, and when none are written."""
 
 import dataclasses
 import fcntl
@@ -49,7 +49,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-# ---- what is read -------------------------------------------------------------------
+# ---- reading ------------------------------------------------------------------------
 
 
 def test_the_last_steps_are_read_in_order(folder):
@@ -66,7 +66,7 @@ def test_the_last_steps_are_read_in_order(folder):
     assert recording.now.activity == "user's code"
     assert recording.now.step == 100
     assert abs(steps[-1].end - time.monotonic_ns()) < 60e9
-    recorder.record(FORWARD, 101)  # the record of step 37 is under way again
+    recorder.record(FORWARD, 101)  # the record of step 37 is being overwritten
     assert [step.number for step in recording.steps()] == list(range(38, 101))
     assert recording.now.activity == "forward"
 
@@ -116,7 +116,7 @@ def test_a_file_that_holds_no_steps_is_no_recording(folder, text, words):
 
 
 def damage(text, draw):
-    """Overwrite a few runs of the file, most of them of its header and first steps."""
+    """Overwrite some ranges of a file, mostly in its header and first steps."""
     for _ in range(draw.randint(1, 4)):
         at = draw.choice((draw.randrange(8, 128), draw.randrange(128, 400)))
         if draw.random() < 0.4:
@@ -147,7 +147,7 @@ def test_what_others_have_overwritten_is_read_or_refused(folder):
     assert 40 < n_read < 360
 
 
-# ---- whose files --------------------------------------------------------------------
+# ---- finding files ------------------------------------------------------------------
 
 
 def test_what_processes_have_left_that_are_gone_is_removed(folder):
@@ -185,7 +185,7 @@ def test_a_new_recorder_removes_what_was_left_over_and_no_link_is_followed(folde
     assert list(_recorder.open_all(folder)) == []
 
 
-# ---- where it is written, and where not ---------------------------------------------
+# ---- where files are written --------------------------------------------------------
 
 
 def step(model):
@@ -193,7 +193,7 @@ def step(model):
 
 
 def wrap():
-    """Return a wrapper that has a reducer though it is alone."""
+    """Return a wrapper that has a reducer although its rank is alone."""
     return DistributedDataParallel(nn.Linear(3, 1), strict=True)
 
 
@@ -211,7 +211,7 @@ def test_a_wrapper_records_and_ends_with_its_file(folder):
         assert s.buckets[0].end <= s.reduced <= s.end
     del model
     assert names(folder) == []
-    assert len(recording.steps()) == 3  # as long as a reader has it
+    assert len(recording.steps()) == 3  # while a reader has it open
 
 
 @pytest.mark.usefixtures("alone")
@@ -262,7 +262,7 @@ def test_names_that_are_too_long_are_cut(folder):
     recorder.close()
 
 
-# ---- what is shown ------------------------------------------------------------------
+# ---- output -------------------------------------------------------------------------
 
 
 def test_steps_that_are_not_next_to_one_another_have_no_time(folder):

@@ -1,4 +1,4 @@
-"""`paceline run -n`: what torchrun is started with."""
+"""`paceline run -n`: the arguments and environment of torchrun."""
 
 import os
 
@@ -12,7 +12,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """Have a machine of 8 cores and 3 GPUs, and an empty environment."""
+    """Simulate a machine of 8 cores and 3 GPUs with an empty environment."""
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(_cgroup, "cpu_quota", lambda: None)

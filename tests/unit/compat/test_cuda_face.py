@@ -1,4 +1,4 @@
-"""What a wrapper asks and says of GPUs, on a machine that a test makes up."""
+"""A wrapper's choices and errors about GPUs, on machines that a test makes up."""
 
 import contextlib
 import types
@@ -44,7 +44,7 @@ def two_gpus(monkeypatch):
         ([False], None, ([0], 0)),
         (None, None, (None, None)),
         ([], None, (None, None)),
-        (None, 0, (None, None)),  # as in torch, which takes it for nothing
+        (None, 0, (None, None)),  # torch ignores it too
     ],
 )
 def test_one_device_is_kept_as_a_number_as_in_torch(given, output, becomes):
@@ -66,7 +66,7 @@ ANOTHER = r"device_ids is \[1\], but .* on cuda:0: .*module.to\('cuda:1'\).*\[0\
 NO_CPU = "Expected a non cpu device"
 NO_DEVICE = r"device_ids is or has .*, no device"
 BARE = r"device_ids is 0: give a list .*=\[0\]"
-REFUSED = [  # device_ids, output_device, where the module is, what is said
+REFUSED = [  # device_ids, output_device, the module's devices, the message
     *[(ids, None, [CPU], SEVERAL) for ids in ([0, 1], ["cuda:0", "cuda:1"], "cuda:0")],
     *[(ids, None, [FIRST], SEVERAL) for ids in ([0, 1], ["cuda:0", "cuda:1"])],
     *[(ids, None, [CPU], ELSEWHERE) for ids in ([0], ["cuda:0"])],
@@ -203,7 +203,7 @@ def test_a_gpu_is_told_from_others_as_nccl_does(
     assert machine.identity(0, 23003) == since
 
 
-# ---- the ranks' places --------------------------------------------------------------
+# ---- placement of ranks -------------------------------------------------------------
 
 
 def placed(number, **named):
@@ -220,7 +220,7 @@ CPU_RANK = placement.Placement()
     [
         ([placed(0), placed(1), placed(0, nccl_host="there")], None, ""),
         ([CPU_RANK, CPU_RANK], None, ""),
-        ([placed(0, gpu=""), placed(0, gpu="")], None, ""),  # torch cannot tell
+        ([placed(0, gpu=""), placed(0, gpu="")], None, ""),  # torch has no identity
         ([placed(0), placed(1), placed(1)], ValueError, TWICE),
         (
             [placed(0), CPU_RANK],
@@ -245,7 +245,7 @@ def test_ranks_on_gpus_of_their_own_are_no_conflict_and_others_are_named(
 @pytest.mark.parametrize("version", [22809, 23003])
 def test_nccl_can_be_told_to_take_two_ranks_on_one_gpu(version):
     placements = [placed(0, shares=True, nccl_version=version) for _ in range(2)]
-    if version < 23003:  # it does not know the variable yet
+    if version < 23003:  # older versions do not read the variable
         with pytest.raises(ValueError, match="Duplicate GPU"):
             placement.raise_conflict(placements)
     else:
@@ -260,11 +260,11 @@ def test_nccl_takes_hosts_apart_by_name_and_boot_or_by_what_it_is_told(monkeypat
     assert _environment.nccl_host() == "second"
 
 
-# ---- words by the store -------------------------------------------------------------
+# ---- messages over the store --------------------------------------------------------
 
 
 class Clock:
-    """Time that passes in sleeps alone."""
+    """A clock that advances only in sleeps."""
 
     def __init__(self):
         self.now, self.n_sleeps = 0.0, 0
@@ -294,7 +294,7 @@ def test_a_rank_that_is_long_in_coming_finds_a_store_that_is_not_busy(monkeypatc
 
 @pytest.fixture
 def wheels(monkeypatch, tmp_path):
-    """Return a function that puts files where torch's wheels have libraries."""
+    """Return a function that makes files where torch's wheels have libraries."""
     monkeypatch.setattr(torch.version, "cuda", "12.8")
 
     def put(*files):
@@ -317,12 +317,12 @@ NVRTC = "nvidia/cuda_nvrtc/lib/libnvrtc"
     [
         ("nccl", ["nvidia/nccl/lib/libnccl.so.2"], "nvidia/nccl/lib/libnccl.so.2"),
         ("nvrtc", [f"{NVRTC}-builtins.so.12.8", f"{NVRTC}.so.12"], f"{NVRTC}.so.12"),
-        (  # of two versions that of torch's CUDA
+        (  # of two versions, the one of torch's CUDA
             "nvrtc",
             ["nvidia/cu13/lib/libnvrtc.so.13", "torch/lib/libnvrtc-b5.so.12"],
             "torch/lib/libnvrtc-b5.so.12",
         ),
-        ("nccl", ["torch/lib/libtorch.so"], None),  # left to the loader
+        ("nccl", ["torch/lib/libtorch.so"], None),  # the loader finds it
     ],
 )
 def test_a_library_is_found_where_the_wheels_of_torch_have_it(

@@ -1,4 +1,4 @@
-"""The probes of torch, each in the way of this torch and in that of one without."""
+"""The probes of torch's features, with this torch and as if it lacked them."""
 
 import sys
 import weakref
@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @pytest.fixture
 def without_exchange(monkeypatch):
-    """Hand tensors over by capsules, as where torch has no exchange table."""
+    """Pass tensors by capsules, as with a torch that has no exchange table."""
     attach_torch = torch_core._native.attach_torch
 
     def attach(**given):
@@ -48,7 +48,7 @@ def test_capsules_carry_tensors_as_the_exchange_table_does(without_exchange):
     ]
     for attach in (None, torch_core.attach):
         if attach is not None:
-            attach()  # by the table, where this torch has one
+            attach()  # by the table, if this torch has one
         reducer = make_reducer(params=params)
         reducer.forward_begins()
         sum((p * p).sum() for p in params).backward()
@@ -88,12 +88,12 @@ def test_holders_of_memory_are_tensors_and_what_graphs_have_saved():
     assert torch_core.count_holders(storages) == alone
 
 
-# ---- what a thread has --------------------------------------------------------------
+# ---- state of a thread --------------------------------------------------------------
 
 
 @pytest.fixture(params=[True, False], ids=["shown", "hidden"])
 def top_hooks(request, monkeypatch):
-    """Whether this torch shows the hooks on saved tensors, and as if it did not."""
+    """Run with this torch's access to saved-tensor hooks, and as if it had none."""
     if not request.param:
         monkeypatch.setattr(torch_modes, "_top_hooks", None)
 

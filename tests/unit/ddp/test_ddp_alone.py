@@ -1,4 +1,4 @@
-"""A wrapper in a world of one rank: the class itself, apart from its peers."""
+"""A wrapper in a world of one rank: the class itself, without peers."""
 
 import copy
 import gc
@@ -36,13 +36,13 @@ class Net(nn.Module):
 
 
 def pair():
-    """Return a wrapper, and a plain model like the one it wraps."""
+    """Return a wrapper, and a plain copy of the model that it wraps."""
     torch.manual_seed(0)
     plain = Net()
     return DistributedDataParallel(copy.deepcopy(plain)), plain
 
 
-# ---- it is the plain module ---------------------------------------------------------
+# ---- as the plain module ------------------------------------------------------------
 
 
 def test_training_and_evaluation_give_the_bits_of_the_plain_module():
@@ -116,7 +116,7 @@ def test_a_wrong_state_names_its_missing_and_unexpected_keys(with_prefix):
 def test_a_wrapper_that_was_saved_on_a_gpu_moves_no_inputs_on_the_cpu():
     wrapper, _ = pair()
     wrapper.device_ids, wrapper.output_device, wrapper._moves_inputs = [0], 0, True
-    loaded = pickle.loads(pickle.dumps(wrapper)).eval()  # as by map_location="cpu"
+    loaded = pickle.loads(pickle.dumps(wrapper)).eval()  # as with map_location="cpu"
     assert (loaded.device_ids, loaded.output_device) == (None, None)
     assert loaded(torch.ones(1, 3)).shape == (1, 2)
 
@@ -140,7 +140,7 @@ def test_a_copy_is_a_wrapper_of_its_own(clone):
     twin(torch.ones(2, 3)).sum().backward()
     assert twin.module.last.weight.grad is not None
     assert wrapper.module.last.weight.grad is None
-    assert twin.require_backward_grad_sync is True  # as torch's copies
+    assert twin.require_backward_grad_sync is True  # as in copies by torch
 
 
 FRESH = """
@@ -196,7 +196,7 @@ def test_its_constructor_takes_the_arguments_of_torch_in_the_order_of_torch():
     assert missing == set()
     common = [name for name in mine if name in theirs]
     assert common == list(theirs)
-    if "forward_sync_buffers" not in theirs:  # which made None the other's default
+    if "forward_sync_buffers" not in theirs:  # with it, the other defaults to None
         common.remove("broadcast_buffers")
     for name in common:
         assert mine[name].default == theirs[name].default, name
@@ -278,7 +278,7 @@ def test_an_argument_that_is_not_needed_is_accepted(name):
 
 
 NO_SIZES = [0, -1, -0.5, 1e-9, float("nan"), float("inf")]
-OF_ANOTHER_TYPE = [  # name, value, what of it is named
+OF_ANOTHER_TYPE = [  # name, value, words of the message
     ("process_group", "gloo", "'gloo'"),
     ("process_group", 3, "3"),
     ("device_mesh", "cpu", "'cpu'"),
@@ -408,7 +408,7 @@ INHERITED = {
 
 
 def replaced():
-    """Return the names that our class, or a base of it below torch's, defines."""
+    """Return the names that our class, or its bases below torch's class, define."""
     kinds = DistributedDataParallel.__mro__
     return {name for kind in kinds[: kinds.index(TorchDDP)] for name in vars(kind)}
 
@@ -416,7 +416,7 @@ def replaced():
 def test_every_method_of_torch_is_either_replaced_or_has_been_reviewed():
     reviewed = {name for names in INHERITED.values() for name in names.split()}
     unknown = set(vars(TorchDDP)) - replaced() - reviewed
-    assert not unknown, f"torch {torch.__version__} has what nobody has looked at"
+    assert not unknown, f"torch {torch.__version__} has members that need a review"
     assert replaced() & reviewed <= set(INHERITED["made by the class"].split())
 
 
@@ -435,7 +435,7 @@ def test_the_graph_may_be_declared_static_with_the_warnings_of_torch():
 
 
 def accumulation_nodes(model):
-    """Count the nodes of this model's parameters that some object still holds."""
+    """Count the accumulation nodes of a model's parameters that are alive."""
     gc.collect()
     nodes = [o for o in gc.get_objects() if type(o).__name__ == "AccumulateGrad"]
     return sum(node.variable is p for node in nodes for p in model.parameters())

@@ -1,4 +1,4 @@
-"""What a model is to the ranks: its tensors, and what they must agree on."""
+"""The description of a model: its tensors, and the facts that ranks must agree on."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def names(pairs):
     return [entry[0] for entry in pairs]
 
 
-# ---- what is collected --------------------------------------------------------------
+# ---- collected tensors --------------------------------------------------------------
 
 
 def test_parameters_and_buffers_come_in_the_order_of_registration():
@@ -47,10 +47,10 @@ def test_buffers_that_are_not_saved_are_collected_and_those_that_are_none_are_no
     net.register_buffer("cache", torch.zeros(3), persistent=False)
     ((_, owner, name),) = Model.of(net).buffers
     net.cache = torch.ones(1)
-    assert owner[name] is net.cache  # found again after it was replaced
+    assert owner[name] is net.cache  # found also after it was replaced
 
 
-# ---- what cannot be wrapped ---------------------------------------------------------
+# ---- models that cannot be wrapped --------------------------------------------------
 
 
 def check(net):
@@ -127,7 +127,7 @@ def test_embeddings_declare_their_gradients_sparse(kind):
     parts = [nn.Linear(1, 1), frozen, kind(3, 2, sparse=True), kind(3, 2)]
     model = Model.of(nn.Sequential(*parts))
     model.check_supported(nn.Sequential(*parts))
-    assert model.sparse == [2]  # of those that are trained
+    assert model.sparse == [2]  # only trained parameters count
     told = [what.endswith(", sparse gradients") for _, _, what in model.describe()]
     assert told == [False, False, False, True, False]
 
@@ -169,7 +169,7 @@ def test_a_description_has_all_that_must_agree():
     ]
 
 
-CHANGES = {  # of a net, and how it then differs
+CHANGES = {  # changes of a net, and the difference that is reported
     "net.z = net.last; del net.last": "parameter 'last.weight' -> parameter 'z.weight'",
     "net.first = nn.Linear(2, 4)": "shape (3, 2) -> shape (4, 2)",
     "net.last.double()": "torch.float32 -> torch.float64",

@@ -1,4 +1,4 @@
-"""Room for a world's descriptors: the soft limit rises as needed, and no further."""
+"""Room for a world's descriptors: the soft limit rises only as far as needed."""
 
 import os
 import resource
@@ -7,7 +7,7 @@ import pytest
 from paceline._ddp import open_files
 
 MANY = 500
-"""More than `make_room` adds by itself for what else is opened meanwhile."""
+"""More than the reserve that `make_room` adds for other files."""
 
 
 def limits():
@@ -16,7 +16,7 @@ def limits():
 
 @pytest.fixture
 def leave_room():
-    """Return what lowers the soft limit to so many files more than are open now."""
+    """Return a function that lowers the soft limit to some files more than are open."""
     before = limits()
 
     def leave(n_more):
@@ -50,7 +50,7 @@ def test_the_soft_limit_is_raised_by_what_lacks(leave_room):
 
 def test_a_hard_limit_that_just_suffices_is_used_whole(leave_room, hard):
     soft = leave_room(MANY)
-    open_files.make_room(hard - (soft - MANY) - 1)  # but the listing's own
+    open_files.make_room(hard - (soft - MANY) - 1)  # without the one that lists them
     assert limits() == (hard, hard)
 
 

@@ -1,4 +1,4 @@
-"""How ranks meet by a store: what it is asked for, and what is said of who is late."""
+"""Ranks meet over a store: the number of requests, and errors about late ranks."""
 
 import threading
 from collections import Counter
@@ -11,7 +11,7 @@ N_RANKS = 512
 
 
 class Store:
-    """What peers.py needs of torch's store, and how often it was asked."""
+    """The part of torch's store that peers.py uses; counts requests."""
 
     def __init__(self):
         self.values = {}
@@ -82,8 +82,8 @@ def test_messages_by_a_store_cost_each_rank_but_the_first_a_few_requests(store):
         thread.join()
     wanted = [[b"%d" % (rank + k) for rank in range(n)] for k in (0, 1)]
     assert received == dict.fromkeys(range(n), wanted)
-    assert store.asked["get"] <= 2 * 2 * n + n * n  # ... and where the ranks are
-    assert sum("message" in key for key in store.values) == 1  # the last, for late ones
+    assert store.asked["get"] <= 2 * 2 * n + n * n  # ... and the ranks' places
+    assert sum("message" in key for key in store.values) == 1  # for late ranks
 
 
 def test_ranks_that_have_sent_nothing_are_named_by_all(store):

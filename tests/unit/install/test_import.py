@@ -1,4 +1,4 @@
-"""Importing costs nothing, and wrapping a model changes nothing of torch's."""
+"""Importing does no work, and wrapping a model changes no global of torch."""
 
 import importlib.metadata
 import os
@@ -71,7 +71,7 @@ def test_everything_can_be_imported_by_star():
     assert run(code).startswith("DistributedDataParallel <function load")
 
 
-# ---- what the native module needs ---------------------------------------------------
+# ---- needs of the native module -----------------------------------------------------
 
 
 def test_the_native_module_needs_the_c_library_alone():
@@ -103,7 +103,7 @@ dist.destroy_process_group()
 
 
 def globals_of_torch():
-    """Return what a library could change behind its user's back, by name."""
+    """Return the globals that a library could change without notice, by name."""
     state = {
         "threads": torch.get_num_threads(),
         "interop threads": torch.get_num_interop_threads(),
@@ -156,7 +156,7 @@ def test_wrapping_and_training_change_no_global_of_torch(alone):
     wrapper.state_dict()
     del wrapper
     trained = globals_of_torch()
-    before["random"] = after_model["random"]  # Linear drew its numbers
+    before["random"] = after_model["random"]  # Linear draws numbers
     changed = [k for s in (wrapped, trained) for k in before if s[k] != before[k]]
     assert changed == []
 

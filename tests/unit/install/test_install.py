@@ -1,4 +1,4 @@
-"""torch's names mean ours while installed, and torch itself takes no harm."""
+"""While installed, torch's names mean our classes; torch itself works as before."""
 
 import copy
 import copyreg
@@ -33,7 +33,7 @@ MAKER = "torch.distributed._composable.replicate"
 
 def install_quietly():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # this very file holds torch's classes
+        warnings.simplefilter("ignore")  # this file itself holds torch's classes
         return paceline.install()
 
 
@@ -44,7 +44,7 @@ def installed():
 
 
 def everything():
-    """Return all that installing may change."""
+    """Return all values that installing may change."""
     modules = [sys.modules[name] for name in PLACES]
     return {
         "names": [getattr(sys.modules[module], name) for module, name in NAMES],
@@ -146,7 +146,7 @@ def test_what_is_mocked_or_patched_and_put_back_leaves_no_trace(installed):
     patch = pytest.MonkeyPatch()
     patch.setattr("torch.nn.parallel.DistributedDataParallel", 5)
     assert torch.nn.parallel.DistributedDataParallel == 5
-    patch.undo()  # sets what getattr() gave
+    patch.undo()  # sets the value that getattr() returned
     assert torch.nn.parallel.DistributedDataParallel is ours
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -176,7 +176,7 @@ def test_a_deleted_name_stays_away(installed):
     torch.nn.DataParallel = TorchDP
 
 
-# ---- what torch sees ----------------------------------------------------------------
+# ---- torch's own checks -------------------------------------------------------------
 
 
 def test_the_code_of_torchs_class_finds_its_own_name(installed):
@@ -324,7 +324,7 @@ def print_nothing(module, args, output):
 
 
 def from_state(**changes):
-    """Read what torch's class has written of replicas on GPUs."""
+    """Unpickle a state that torch's class wrote for replicas on GPUs."""
     state = {**vars(TorchDP(torch.nn.Linear(2, 1))), **changes}
     made = paceline.DataParallel.__new__(paceline.DataParallel)
     made.__setstate__(state)
@@ -385,7 +385,7 @@ def test_ours_can_be_pickled_while_installed(installed, alone, how):
     assert type(save_and_load(OfTorch(torch.nn.Linear(2, 1)), how)) is OfTorch
 
 
-# ---- who has it already -------------------------------------------------------------
+# ---- modules that hold the names already --------------------------------------------
 
 
 def test_modules_that_hold_torchs_class_are_named(monkeypatch):

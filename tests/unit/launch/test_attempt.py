@@ -1,4 +1,4 @@
-"""Ranks find one another in a store where earlier ranks have left what they wrote."""
+"""Ranks meet in a store that still holds the keys of earlier ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 60.0
 
 
 def agree(store: dist.Store, size: int, ranks: list[int]) -> list[str]:
-    """Return what each rank says, which begin in this order."""
+    """Start ranks in this order; return the result of each."""
     with ThreadPoolExecutor(size) as pool:
         jobs = [pool.submit(agree_on_prefix, store, r, size, SECONDS) for r in ranks]
         return [job.result() for job in jobs]
@@ -44,7 +44,7 @@ def test_what_ranks_left_who_died_on_the_way_is_not_believed():
     with pytest.raises(TimeoutError, match="rank 0 does not answer"):
         agree_on_prefix(store, 2, 3, 0.05)
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not come"):
-        agree_on_prefix(store, 0, 3, 0.05)  # it has answered the rank that gave up
+        agree_on_prefix(store, 0, 3, 0.05)  # it answered the rank that gave up
     assert len(set(agree(store, 3, [0, 1, 2]))) == 1
 
 

@@ -1,7 +1,7 @@
-"""What `paceline.init()` reads from the variables of launchers: no process is started.
+"""What `paceline.init()` reads from launchers' variables, without starting processes.
 
-The variables of srun, sbatch and salloc are those of SLURM 22.05, of mpirun those of
-Open MPI 5.0 and MPICH 5.0, as they were printed by a process of each.
+Processes under SLURM 22.05 (srun, sbatch, salloc) and under mpirun of Open MPI 5.0 and
+of MPICH 5.0 have printed these variables.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def check_refused(environ: dict[str, str], *words: str) -> None:
-    """Check that the one error names all that is given."""
+    """Check that a single error contains all the words."""
     with pytest.raises(ValueError) as caught:
         find_launch(environ)
     assert [word for word in words if word not in str(caught.value)] == []
@@ -87,7 +87,7 @@ def check_found(launches: Launches) -> None:
         assert find_launch(environ) == launch, environ
 
 
-# ---- torchrun, and variables of one's own --------------------------------------------
+# ---- torchrun, and variables set by the user -----------------------------------------
 
 
 def test_torchrun_and_own_variables_say_all_of_a_launch():
@@ -184,7 +184,7 @@ def test_a_shell_of_srun_with_several_tasks_is_refused():
     check_refused(shell, "--pty", "SLURM_STEP_NUM_TASKS=5", "RANK=0", "WORLD_SIZE=1")
     one = {**shell, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     assert find_launch(one).world_size == 1
-    # What srun starts from that shell, and programs that have a terminal.
+    # Programs that srun starts from that shell, and programs with a terminal.
     for changes in ({"SLURM_STEP_ID": "1"}, {"SLURM_JOB_NAME": "python"}):
         assert find_launch({**shell, **changes}).world_size == 5
     assert find_launch(without(shell, "SLURM_PTY_PORT")).world_size == 5
@@ -248,7 +248,7 @@ def test_only_counts_of_this_node_in_a_whole_list_are_taken():
     assert find_launch({**SRUN, "SLURM_NODEID": "1"}).local_world_size == 2
 
 
-# What `scontrol show hostnames` of SLURM 22.05 prints first.
+# The first line that `scontrol show hostnames` of SLURM 22.05 prints.
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
@@ -451,10 +451,10 @@ def test_the_first_complete_launcher_counts():
 def test_srun_that_speaks_mpis_protocol_is_srun():
     same = {"PMI_RANK": "4", "PMI_SIZE": "5"}
     assert find_launch({**SRUN, **same}) == SRUN_LAUNCH
-    # Hydra's daemons are tasks of srun, and number their children themselves.
+    # Hydra's daemons are tasks of srun and number their own children.
     for other in ({**same, "PMI_RANK": "3"}, {**same, "PMI_SIZE": "6"}):
         assert find_launch({**SRUN, **other, **MASTER}).launcher == "mpich"
-    # A shell of the allocation in which an mpirun is started is no step.
+    # A shell of the allocation, from which a user starts mpirun, is not a step.
     in_batch = {**BATCH, "PMI_RANK": "0", "PMI_SIZE": "8", **MASTER}
     assert find_launch(in_batch).launcher == "mpich"
 

@@ -1,4 +1,4 @@
-"""`paceline.init()` in one process: devices, the environment, worlds that are there."""
+"""`paceline.init()` in one process: devices, the environment, existing worlds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Have an empty environment, and no process group before and after."""
+    """Provide an empty environment, without a process group before and after."""
     assert not dist.is_initialized()
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     own: dict[str, str] = dict(kept)
@@ -37,7 +37,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 class Gpus:
-    """GPUs that are not there; what torch was asked for."""
+    """Simulated GPUs; records the calls of torch."""
 
     def __init__(self, n_gpus: int) -> None:
         self.n_gpus = n_gpus
@@ -124,7 +124,7 @@ def test_a_backend_of_gpus_needs_one(gpus, backend):
     with pytest.raises(RuntimeError, match=f"'{backend}', but torch sees no GPU"):
         paceline.init(backend=backend)
     assert paceline.init().device == CPU
-    assert gpus.backends[-1] == "gloo"  # which carries all then
+    assert gpus.backends[-1] == "gloo"  # for all tensors
 
 
 def test_an_evaluator_takes_a_gpu_that_no_rank_has(gpus, environ):
@@ -209,7 +209,7 @@ def test_rank_0_prints_one_line_to_stderr_and_sets_nothing_without_a_launcher(
     ]
 
 
-# ---- a world that is there -----------------------------------------------------------
+# ---- an existing world ---------------------------------------------------------------
 
 
 def make_group(rank: int, size: int) -> None:

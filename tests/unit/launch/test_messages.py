@@ -1,4 +1,4 @@
-"""Exceptions of ranks, on their way to the caller's process."""
+"""Exceptions of ranks, sent to the caller's process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline._launch.messages import pack_exception, unpack_exception
 
 
 class Detailed(Exception):
-    """Its constructor wants other arguments than it leaves in `args`."""
+    """Its constructor needs other arguments than those in `args`."""
 
     def __init__(self, what: str, *, code: int) -> None:
         super().__init__(f"{what} with {code}")
@@ -24,7 +24,7 @@ class Detailed(Exception):
 
 
 def travelled(fail: Callable[[], Any]) -> tuple[Exception | None, str, str]:
-    """Return what arrives of that which a call raises."""
+    """Return what the caller receives when a call raises."""
     try:
         fail()
     except BaseException as error:

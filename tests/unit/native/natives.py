@@ -1,4 +1,4 @@
-"""Makes the native module's objects, in a world of one rank."""
+"""Make the native module's objects, in a world of one rank."""
 
 import torch
 from paceline import _native

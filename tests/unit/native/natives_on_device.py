@@ -1,7 +1,7 @@
-"""Makes the native module's objects on the fake of CUDA and NCCL: see tests/c/fake.
+"""Make the native module's objects on simulated CUDA and NCCL: see tests/c/fake.
 
-Tensors are the CPU's, and a `Device` of dlpack_type 1 takes them for its own.  Nothing
-that it enqueues has happened before `synchronize()`, unless the fake executes early.
+Tensors are CPU tensors; a `Device` of dlpack_type 1 takes them for its own.  Unless the
+fake executes early, it runs enqueued work only at `synchronize()`.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def count(function):
 
 
 class Streams:
-    """What is the current stream of this thread, in place of torch's."""
+    """The current stream of this thread, instead of torch's."""
 
     def __init__(self):
         self.now = self.asked = 0
@@ -66,7 +66,7 @@ class Streams:
 
     @contextlib.contextmanager
     def captured(self):
-        """Capture what the current stream is given; yield a list to be the graph's."""
+        """Capture the current stream's work; yield the list that becomes its graph."""
         graph, executable, made = ctypes.c_void_p(), ctypes.c_void_p(), []
         stream = ctypes.c_void_p(self.now)
         assert fake().cuStreamBeginCapture_v2(stream, 0) == 0
@@ -96,11 +96,11 @@ class Streams:
 
 @contextlib.contextmanager
 def fake_device(options="schedule=early", exchange=True):
-    """Yield the current stream; at the end nothing may be left, or have gone wrong.
+    """Yield the current stream; at the end check for left objects and misuses of CUDA.
 
-    The fake is taken for NCCL also where a torch with CUDA has loaded the real one.
+    The fake replaces NCCL even if a torch with CUDA has loaded the real one.
     """
-    if fake().fake_live_objects() > 0:  # of a test that failed
+    if fake().fake_live_objects() > 0:  # left by a test that failed
         gc.collect()
     assert fake().fake_reset_text(f"{options},{OPTIONS}".encode()) != 0
     streams = Streams()
@@ -156,6 +156,6 @@ def parameters(*shapes):
 
 
 def backward(*terms):
-    """Give each parameter the gradient that it is paired with, and wait for the GPU."""
+    """Give each parameter the gradient paired with it, and wait for the GPU."""
     sum((p * g).sum() for p, g in terms).backward()
     synchronize()

@@ -1,4 +1,4 @@
-"""The native module's groups of devices, on the fake of CUDA: tensors are the CPU's."""
+"""The native module's groups of devices, on simulated CUDA with CPU tensors."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ from support.leaks import assert_leaves_nothing
 
 N = 3
 STREAMS = (0,) * N
-# What outlives all that is enqueued.
+# Memory that outlives all enqueued work.
 RING = torch.empty(3 * 1024, dtype=torch.uint8)
 ROOMS = [None, *(torch.empty(4096, dtype=torch.uint8) for _ in range(N - 1))]
 PAIR = torch.ones(2)
@@ -27,7 +27,7 @@ def block(n_bytes):
 
 
 def add_up(group, rows, to):
-    """Enqueue the sum of tensors of members 1, 2, ...; return what must outlive it."""
+    """Enqueue the sum of members' tensors; return objects that must outlive it."""
     slot = torch.empty_like(rows[0])
     made = group.gradient_sum(1, [slot], [0], slot.nbytes)
     group.fence(STREAMS)
@@ -46,7 +46,7 @@ def group():
         yield make_group()
 
 
-# ---- what it does -------------------------------------------------------------------
+# ---- operations ---------------------------------------------------------------------
 
 
 def test_streams_are_the_current_ones_by_member(group):
@@ -142,7 +142,7 @@ def test_a_lazy_conjugate_is_laid_out_in_another_way(group):
     assert made.pack(0, 1, grads, torch.zeros(2, dtype=torch.complex64)) == [0]
 
 
-# ---- what is refused ----------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_sum_of_nothing_is_refused(group):
 
 def test_integers_are_not_summed(group):
     rows = [torch.ones(8, dtype=torch.int32)] * 2
-    with pytest.raises(ValueError, match="int32") as refused:  # its frames have rows
+    with pytest.raises(ValueError, match="int32") as refused:  # its frames hold rows
         add_up(group, rows, torch.ones(8, dtype=torch.int32))
     synchronize()
     assert refused
@@ -384,7 +384,7 @@ def test_no_call_keeps_or_loses_a_reference(group):
         group.broadcast(STREAMS, memory, [(sources, zero, 24, blocks)])
         made, _packed = add_up(group, rows, place)
         assert made.pack(0, 1, bads, place) == [0]
-        synchronize()  # before the blocks go
+        synchronize()  # before the blocks are freed
         for call in (
             lambda: group.copy(STREAMS, 0, sources, 1, bads),
             lambda: group.broadcast(STREAMS, memory, [(bads, zero, 24, blocks)]),

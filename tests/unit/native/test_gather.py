@@ -1,4 +1,4 @@
-"""What the replicas returned, joined into what the module returns for the batch."""
+"""Replicas' outputs, joined into the output of the module for the whole batch."""
 
 import collections
 import warnings
@@ -23,7 +23,7 @@ def gather(*outputs, sizes=(3, 2), dim=0):
     return _native.gather(list(outputs), sizes, dim)
 
 
-# What replicas may return of their rows, and what the whole batch gives is the same.
+# Outputs of a replica for its rows; for all rows they equal those of the module.
 MAKERS = {
     "tensor": lambda x: x,
     "array": lambda x: x.numpy(),

@@ -252,7 +252,7 @@ def test_the_facts_of_a_reducer_are_read_only():
 
 
 def callables(monkeypatch):
-    """Return all that attach() hands over."""
+    """Return all callables that attach() passes to the native module."""
     taken = {}
     with monkeypatch.context() as patch:
         patch.setattr(torch_core._native, "attach_torch", taken.update)
@@ -269,7 +269,7 @@ def test_a_callable_of_torch_that_is_none_is_named(monkeypatch, value):
             changed = {**given, name: value}
             if value == "missing":
                 del changed[name]
-            if name != "exchange" or value == 3:  # a torch may have no table
+            if name != "exchange" or value == 3:  # None: torch may have no table
                 assert name in raised_by(_native.attach_torch, **changed)
         assert "keywords" in raised_by(_native.attach_torch, 1)
     finally:
@@ -310,7 +310,7 @@ def test_every_operation_on_one_rank_keeps_the_values(kind):
     world.wait(world.issue(kind, "int32", "sum", 64, 32 * (kind != "barrier")))
     assert data.tolist() == list(range(data.size))
     world.leave()
-    world.leave()  # again: it does nothing
+    world.leave()  # a second call does nothing
 
 
 def test_an_aborted_world_recovers():

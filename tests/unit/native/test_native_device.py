@@ -1,4 +1,4 @@
-"""The native module's reducer on a device: one rank, on the fake of CUDA."""
+"""The native module's reducer on a device: one rank, on simulated CUDA."""
 
 import sys
 import threading
@@ -29,7 +29,7 @@ from support.leaks import assert_leaves_nothing
 
 @pytest.fixture
 def stream():
-    """What torch would say is the current stream."""
+    """Provide the stream that torch would report as current."""
     with fake_device() as streams:
         yield streams
 
@@ -92,13 +92,13 @@ def test_bad_arguments_of_a_device_world_are_named(stream, changes, kind, words)
 def test_only_words_of_a_device_world_are_in_its_buffer(stream):
     params = parameters(3, 1000)
     words_bytes = _native.measure(params, [], *SIZES[:2], [], make_device())[2]
-    board_bytes = 256  # PLI_GPU_BOARD_BYTES, for what the ranks agree on
+    board_bytes = 256  # PLI_GPU_BOARD_BYTES, for data that ranks agree on
     assert memoryview(make_device_world(params)).nbytes == words_bytes + board_bytes
 
 
 @pytest.fixture
 def torch_has_the_memory(monkeypatch):
-    """A device of 2 MiB, which torch keeps but for half a MiB, until it is asked."""
+    """A device of 2 MiB: torch's cache holds 1.5 MiB of it until it is emptied."""
     taken = f"capacity={2 * MIB},taken={3 * MIB // 2}"
     emptied = []
 
@@ -190,11 +190,11 @@ def test_gradients_are_views_that_stay_in_their_slots(stream, accumulates):
     assert reducer.step == 4
 
 
-# ---- what must live how long --------------------------------------------------------
+# ---- lifetimes ----------------------------------------------------------------------
 
 
 class FromArray(torch.autograd.Function):
-    """Gives a gradient over an array, which dies with it; notes which arrays live."""
+    """Makes gradients over arrays, which die with them; records live arrays."""
 
     @staticmethod
     def forward(ctx, param, alive, seen):
@@ -249,7 +249,7 @@ def test_a_step_that_fails_drops_what_it_held(stream):
 
 
 class Busy:
-    """Keeps the interpreter's lock for a while when it is dropped."""
+    """Holds the interpreter's lock for a while when it is destroyed."""
 
     def __del__(self):
         until = time.monotonic() + 0.05
@@ -258,7 +258,7 @@ class Busy:
 
 
 def test_a_failed_backward_may_be_dropped_by_another_thread_later(stream, monkeypatch):
-    """As the engine's thread of a GPU does, after the caller has had the exception."""
+    """The engine's thread of a GPU does this after the caller has the exception."""
     params = parameters(1000, 1000)
     reducer = make_device_reducer(params)
     held = []
@@ -274,7 +274,7 @@ def test_a_failed_backward_may_be_dropped_by_another_thread_later(stream, monkey
     with pytest.raises(ArithmeticError):
         loss.backward()
     assert len(held) == 1
-    held.append(Busy())  # dropped first: by then, this thread waits for the lock
+    held.append(Busy())  # destroyed first, while this thread waits for the lock
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1)
     try:
@@ -306,7 +306,7 @@ def test_hundreds_of_devices_worlds_and_reducers_leave_nothing(stream):
 
 @pytest.fixture
 def learned(stream):
-    """A reducer that knows the order of its steps on a stream of their own."""
+    """Return a reducer that has learned its order of steps on a separate stream."""
 
     def make(*shapes):
         params = parameters(*shapes)
@@ -362,7 +362,7 @@ def test_memory_of_a_captured_step_lives_as_long_as_its_reducer(stream, learned)
     with stream.captured():
         step(params)
     n_before, kept = fake().fake_bytes_in_use(0), large.grad
-    step(params)  # takes other memory
+    step(params)  # uses other memory
     kept = large.grad = None
     step(params)
     assert fake().fake_bytes_in_use(0) > n_before

@@ -1,7 +1,7 @@
-"""The native module's reducer on devices: two processes, on the fakes.
+"""The native module's reducer on devices: two processes, on simulated CUDA and NCCL.
 
-In tests of order, what is enqueued happens as late as can be: where the host waits for
-a stream, nothing is done but what that stream waits for.  So a missing wait is a wrong
+In tests of order, enqueued work runs as late as possible.  If the host waits for a
+stream, only the work runs that this stream depends on.  So a missing wait gives a wrong
 number.
 """
 
@@ -26,7 +26,7 @@ from support.ranks import run_ranks, values
 
 
 def meet(rank, n_ranks, name="address"):
-    """Return what World wants to know of the ranks."""
+    """Return the arguments of RankWorld about the ranks."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         meeting = _native.Listener()
@@ -51,7 +51,7 @@ def on_two(function, *args):
 
 
 def send_words(rank, n_ranks):
-    """With a device whose tensors are not the CPU's: by the host's words alone."""
+    """Test a device that does not take CPU tensors: ranks exchange only host words."""
     with fake_device():
         world = make_world(
             arena_bytes=256,
@@ -113,7 +113,7 @@ SCHEDULES = ["schedule=late", "schedule=random,seed=1", "schedule=random,seed=2"
 
 
 def look_first_at(which, stream, device):
-    """Wait for the user's stream alone, or for the device's own first."""
+    """Wait for only the user's stream, or first for the device's own stream."""
     if which == "the device's own":
         device.synchronize()
     assert fake().cuStreamSynchronize(ctypes.c_void_p(stream.now)) == 0
@@ -143,7 +143,7 @@ def test_a_broadcast_is_behind_and_before_the_users_stream(which):
 
 
 def train_in_every_order(rank, n_ranks, which):
-    """Small gradients alone: torch's memory of large ones is free before it is read."""
+    """Use small gradients: torch frees the memory of large ones before the check."""
     seen = []
     for turn, options in enumerate(SCHEDULES):
         with fake_device(options) as stream:

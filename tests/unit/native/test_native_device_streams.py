@@ -1,9 +1,9 @@
-"""Gradients that streams make, in memory that streams use again: one rank, on the fake.
+"""Gradients that streams write into memory that is reused: one rank, simulated CUDA.
 
-Here gradients are written by the current stream itself, as a GPU's are, and memory that
-is freed is at once that stream's again, for whatever comes next: it is spoilt.  All of
-it happens as late as can be.  So what is copied on another stream than that, or is let
-go before its copy is enqueued, is a wrong number.
+Here the current stream itself writes gradients, as on a GPU.  Memory that is freed
+returns to that stream at once, which overwrites it with its next work.  All work runs
+as late as possible.  So if a gradient is copied on a wrong stream, or released before
+its copy is enqueued, the test sees a wrong number.
 """
 
 import ctypes
@@ -30,19 +30,19 @@ SPOILT = 0x5A
 
 
 def number(byte):
-    """Return the float32 whose four bytes are this one."""
+    """Return the float32 whose four bytes all equal `byte`."""
     return struct.unpack("f", bytes([byte]) * 4)[0]
 
 
 class Memory:
-    """Gives out tensors; what has become of them stays here."""
+    """Allocates tensors, and keeps a record of their fate."""
 
     def __init__(self, stream):
         self.stream, self.blocks = stream, []
         self.n_freed = 0
 
     def fill(self, block, byte):
-        """Have the current stream write one byte everywhere."""
+        """Have the current stream write one byte to all of a block."""
         stream = ctypes.c_void_p(self.stream.now)
         address, n_bytes = block.ctypes.data, ctypes.c_size_t(block.nbytes)
         status = fake().cuMemsetD8Async(
@@ -68,7 +68,7 @@ class Memory:
 
 
 class Makes(torch.autograd.Function):
-    """Gives a parameter the gradient that a function makes in backward."""
+    """Gives a parameter a gradient that a function makes in backward."""
 
     @staticmethod
     def forward(ctx, param, make):
@@ -85,9 +85,9 @@ def wait_for(stream):
 
 
 class Carrier:
-    """Doubles the one bucket there is; what is on the current stream is done by then.
+    """Doubles the only bucket, after the current stream's work is done.
 
-    That is also when the host may read a slot: torch's own copies do, here.
+    From then on the host may read a slot, as torch's own copies do here.
     """
 
     def __init__(self, stream, reducer, n_elems):
@@ -118,18 +118,18 @@ def memory(stream):
 
 
 def step(memory, params, first):
-    """Give each parameter a gradient of its own byte, from the first on."""
+    """Give each parameter a gradient filled with a different byte, from `first` on."""
     for p in params:
         p.grad = None
     made = [partial(memory.filled, p.shape, first + i) for i, p in enumerate(params)]
     sum(Makes.apply(p, make) for p, make in zip(params, made, strict=True)).backward()
 
 
-# ---- behind what made them ----------------------------------------------------------
+# ---- copies after the writing stream ------------------------------------------------
 
 
 def test_a_gradient_is_copied_behind_the_stream_that_made_it(stream, memory):
-    """Where all is done the first stream is current again, and nothing else awaited."""
+    """At the end, the first stream is current again and waits for nothing else."""
     params = parameters(3, 5, 7)
     reducer = make_device_reducer(params)
     streams = [stream.now]
@@ -148,7 +148,7 @@ def test_a_gradient_is_copied_behind_the_stream_that_made_it(stream, memory):
     for first in (1, 11, 21, 31):
         for p in params:
             p.grad = None
-        terms = [Makes.apply(torch.zeros(1, requires_grad=True), end)]  # the last
+        terms = [Makes.apply(torch.zeros(1, requires_grad=True), end)]  # the last one
         for i, p in enumerate(params):
             terms.append(Makes.apply(p, partial(make, i, first + i)))
         sum(terms).backward()
@@ -179,7 +179,7 @@ def test_a_device_is_waited_for_with_what_only_its_own_stream_has(stream, memory
     pending = []
 
     def look():
-        """The other gradient's bucket is posted by now."""
+        """Check that the bucket of the other gradient is posted by now."""
         pending.append(fake().fake_pending())
         device.synchronize()
         pending.append(fake().fake_pending())
@@ -193,7 +193,7 @@ def test_a_device_is_waited_for_with_what_only_its_own_stream_has(stream, memory
     assert reducer.step == 4
 
 
-# ---- as long as they are needed -----------------------------------------------------
+# ---- lifetimes ----------------------------------------------------------------------
 
 
 def test_a_large_gradient_lives_until_its_copy_is_enqueued(stream, memory):
@@ -210,7 +210,7 @@ def test_a_large_gradient_lives_until_its_copy_is_enqueued(stream, memory):
 
 @pytest.fixture
 def watched(memory, monkeypatch):
-    """The memory in which copies of gradients are made."""
+    """Provide the memory that holds copies of gradients."""
 
     def empty_like(like):
         return memory.empty(like.shape, like.stride())

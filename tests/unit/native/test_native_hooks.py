@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Carrier:
-    """Doubles each bucket, and notes what is asked of it."""
+    """Doubles each bucket, and records its calls."""
 
     def __init__(self, reducer, sizes=()):
         self.reducer, self.sizes = weakref.ref(reducer), sizes
@@ -35,7 +35,7 @@ class Carrier:
         self.calls.append(("finish_sparse", params, is_active, binds))
 
     def refuse(self):
-        """Nothing was refused."""
+        """Return that nothing was refused."""
 
     def abandon(self):
         self.calls.append(("abandon",))
@@ -126,7 +126,7 @@ def test_what_is_declared_sparse_is_the_carriers_too():
     sparse = ("finish_sparse", [0], True, True)
     assert carrier.calls == [("post", 0), ("finish",), sparse]
     carrier.calls.clear()
-    bias.sum().backward()  # used by nobody
+    bias.sum().backward()  # no step uses it
     assert [call[0] for call in carrier.calls] == ["post", "finish"]
 
 
@@ -154,7 +154,7 @@ def test_a_tensor_that_fits_no_bucket_is_named(method, index, tensor, kind, word
 
 def test_buckets_are_read_and_written_without_the_room_between_slots():
     reducer = reducer_of(*ones(3, 0, 5))
-    assert reducer.poll() is None  # a look at a world of one finds nothing
+    assert reducer.poll() is None  # a world of one rank has nothing to poll
     reducer.write_bucket(0, torch.arange(8.0))
     back = torch.zeros(8)
     reducer.read_bucket(0, back)
@@ -226,7 +226,7 @@ def test_no_end_is_told_of_a_step_that_failed():
 
 
 class Several(torch.autograd.Function):
-    """Gives a parameter gradients by backwards of its own, inside the outer one."""
+    """Gives a parameter gradients by nested backwards inside the outer one."""
 
     @staticmethod
     def forward(ctx, x, params, n):
@@ -268,18 +268,18 @@ def test_where_torch_must_be_followed_a_second_gradient_is_its_error():
     Several.apply(other, [p], 2).sum().backward()
 
 
-# ---- gradients that are not the parameters' own -------------------------------------
+# ---- gradients outside of the parameters --------------------------------------------
 
 
 class Home:
-    """Has a gradient in a parameter's place."""
+    """Holds a gradient instead of the parameter."""
 
     def __init__(self, values):
         self.grad = None if values is None else torch.tensor(values)
 
 
 def doubled(*homes):
-    """Return a reducer that doubles gradients, of parameters of 3 elements."""
+    """Return a reducer that doubles gradients; parameters have 3 elements each."""
     params = ones(*[3] * len(homes))
     reducer, _ = carried(*params)
     reducer.contexts = lambda task: homes
@@ -287,7 +287,7 @@ def doubled(*homes):
 
 
 def backward_through(*calls):
-    """Go backward through one tensor, and call each in it."""
+    """Run backward through one tensor, and call each function in it."""
     x = torch.ones(1, requires_grad=True)
     y = x * 2
     for call in calls:
@@ -414,7 +414,7 @@ def test_an_object_without_group_callbacks_is_an_attribute_error(method, error):
 
     callbacks = Part()
     world = make_group_comm(callbacks)
-    if method == "drop":  # what cannot be told of the end leaves the error as it is
+    if method == "drop":  # a failure to report the end does not change the error
         callbacks.wait = lambda ticket: {}["drop"]
 
     def use():
@@ -432,7 +432,7 @@ def test_a_group_comm_needs_a_rank_of_its_world():
         make_world(rank=0, world_size=2, pids=[0], group_comm=GroupCallbacks())
 
 
-# ---- what stays behind --------------------------------------------------------------
+# ---- leaks --------------------------------------------------------------------------
 
 
 def test_hundreds_of_reducers_whose_carriers_refer_to_them_leave_nothing():

@@ -1,4 +1,4 @@
-"""What the native module's objects leave behind: nothing."""
+"""The native module's objects leave nothing behind."""
 
 import gc
 import os
@@ -48,7 +48,7 @@ def test_a_thousand_reducers_leave_nothing_whether_they_are_made_or_not(is_made)
 
 
 def two_parameters():
-    """Return a reducer and its parameters, the second with a view for a gradient."""
+    """Return a reducer and its parameters; the second one's gradient is a view."""
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))]
     return make_reducer(make_world(arena_bytes=MIB), params), params
 
@@ -106,7 +106,7 @@ def test_a_wrapper_and_its_reducer_in_a_cycle_are_collected():
     net.register_buffer("kept", torch.zeros(1))
     reducer = make_reducer(world, list(net.parameters()), [(net._buffers, "kept")])
     net.holder = {"reducer": reducer}
-    net._buffers["kept"].reducer = reducer  # through what the reducer itself owns
+    net._buffers["kept"].reducer = reducer  # a cycle through the reducer
     step(reducer, list(net.parameters()))
     gone = [weakref.ref(thing) for thing in (world, net, reducer)]
     del world, net, reducer

@@ -1,4 +1,4 @@
-"""Several threads in the extension at once, with a GIL and without one."""
+"""Several threads in the extension at once, with and without a GIL."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ N_THREADS = 4
 
 
 def nested(k):
-    """Return a value of tensors in containers, other ones in each thread."""
+    """Return tensors in containers, with different values in each thread."""
     x = torch.arange(8.0).reshape(4, 2) + k
     return [x, {"a": (x + 1, None), "b": [k, x + 2]}], {"c": x + 3}
 
@@ -82,7 +82,7 @@ def all_equal(left, right):
 
 
 def test_reducers_are_made_and_end_while_others_reduce():
-    over = queue.SimpleQueue()  # what one thread has made ends in another
+    over = queue.SimpleQueue()  # objects of one thread are destroyed in another
 
     def work(k):
         x = torch.ones(2, 3)
@@ -126,7 +126,7 @@ def test_the_collector_runs_while_threads_are_in_the_extension():
                 gc.collect()
                 continue
             net = make_net(k)
-            net.kept = reducer_of(net)  # a circle
+            net.kept = reducer_of(net)  # a cycle
             assert len(grads_of(net, torch.ones(2, 3))) == 8
             del net
 

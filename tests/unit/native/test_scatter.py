@@ -1,4 +1,4 @@
-"""A call's arguments, split by rows over replicas."""
+"""The arguments of a call, split by rows over replicas."""
 
 import gc
 import weakref
@@ -50,11 +50,11 @@ def test_where_one_replica_takes_part_it_is_given_the_arguments_themselves():
         scattered = _native.scatter(*call, 4, 0)
         assert scattered.sizes == (0,)
         assert same(chunk(scattered, 0), call)
-    for n, x in ((1, rows(4)), (3, rows(1)), (3, 5)):  # and markers come off
+    for n, x in ((1, rows(4)), (3, rows(1)), (3, 5)):  # and markers are removed
         (args, _) = chunk(_native.scatter((x, Replicated(table)), {}, n, 0), 0)
         assert args[0] is x
         assert args[1] is table
-    call = ((rows(3), rows(2)), {"x": rows(1, 2)})  # of any sizes, or dimensions
+    call = ((rows(3), rows(2)), {"x": rows(1, 2)})  # any sizes and dimensions
     assert all(same(chunk(_native.scatter(*call, 1, k), 0), call) for k in (0, 1))
 
 

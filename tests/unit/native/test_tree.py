@@ -1,4 +1,4 @@
-"""Values taken apart into a nesting and its leaves, and put together again."""
+"""Values are split into a tree and its leaves, and put together again."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Containers as models take and return them, and how two values are compared."""
+"""Containers as models take and return them, and comparisons of values."""
 
 import dataclasses
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -30,7 +30,7 @@ class Slotted:
 
 @dataclasses.dataclass
 class Wanting:
-    """Its __init__ wants what is no field, and counts its calls."""
+    """Its __init__ needs an argument that is not a field, and counts its calls."""
 
     x: Any
     seed: dataclasses.InitVar[int]
@@ -41,7 +41,7 @@ class Wanting:
 
 
 class Output(OrderedDict):
-    """The base of what Hugging Face's models return, as far as it matters here."""
+    """Like the base of Hugging Face's model outputs, reduced to what tests need."""
 
     def __init_subclass__(cls):
         _pytree.register_pytree_node(
@@ -55,7 +55,7 @@ class Output(OrderedDict):
         first = getattr(self, fields[0].name)
         others = [getattr(self, field.name) for field in fields[1:]]
         if all(other is None for other in others) and isinstance(first, tuple):
-            for name, value in first:  # pairs, says the original
+            for name, value in first:  # pairs, as in the original
                 setattr(self, name, value)
                 self[name] = value
             return
@@ -88,13 +88,13 @@ class Classified(Output):
 
 
 class Noted(defaultdict):
-    """Its note is in a slot; C keeps the default of its base."""
+    """Its note is in a slot; the default of its base is in C."""
 
     __slots__ = ("note",)
 
 
 class Box:
-    """A type that torch's registry of pytrees knows."""
+    """A type in torch's registry of pytrees."""
 
     def __init__(self, inside, label):
         self.inside = inside
@@ -121,13 +121,13 @@ class Attributed(dict):
 
 
 def rows(n, *rest, start=0):
-    """A tensor of small integers, each of them once."""
+    """Return a tensor of small integers, all different."""
     size = n * int(np.prod(rest))
     return torch.arange(start, start + size, dtype=torch.float32).reshape(n, *rest)
 
 
 def same(left, right):
-    """Tell whether two values have the same types, the same nesting, the same bits."""
+    """Tell whether two values have equal types, nesting and bits."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):

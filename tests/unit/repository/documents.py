@@ -1,4 +1,4 @@
-"""Reads the pages: blocks of code, links, headings, and what a shell block calls."""
+"""Read the pages: blocks of code, links, headings, and commands of shell blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `name` is that of the file which a script is to be."""
+    """A fenced block; if it is a file, `name` is the file's name."""
 
     page: Path
     language: str
@@ -34,7 +34,7 @@ class Block:
 
 
 def name_of(page: Path) -> str:
-    """Return how a page is called in messages, and in the names of tests."""
+    """Return a page's name for messages and for names of tests."""
     return str(page.relative_to(ROOT))
 
 
@@ -75,7 +75,7 @@ def scripts_in(command: str) -> list[str]:
 
 
 def program_of(page: Path) -> str:
-    """Return the Python blocks of a page that are no files, one after the other."""
+    """Return the Python blocks of a page that are not files, joined in order."""
     return "\n".join(
         block.text
         for block in blocks_of(page)

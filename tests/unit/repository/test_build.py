@@ -1,4 +1,4 @@
-"""How setup.py has nvcc compile the kernels, shown by a script that plays nvcc."""
+"""How setup.py has nvcc compile the kernels, tested with a script in place of nvcc."""
 
 import runpy
 import stat
@@ -25,7 +25,7 @@ echo a fatbin > "$last"
 
 @pytest.fixture
 def build(monkeypatch, nvcc, tmp_path):
-    """What setup.py does to have a fatbin; the path of it, or None."""
+    """Return a function that builds as setup.py does: the fatbin's path, or None."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("PACELINE_NVCC", raising=False)
@@ -35,7 +35,7 @@ def build(monkeypatch, nvcc, tmp_path):
 
 @pytest.fixture
 def nvcc(monkeypatch, tmp_path):
-    """A CUDA of the tests at CUDA_HOME; the log of what its nvcc was asked for."""
+    """Make a fake CUDA at CUDA_HOME; return the log of the calls of its nvcc."""
     log = tmp_path / "log"
     log.touch()
     program = tmp_path / "cuda" / "bin" / "nvcc"

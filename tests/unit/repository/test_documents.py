@@ -1,9 +1,9 @@
 """README.md and docs/: every block of code is run, every link leads somewhere.
 
-Python blocks of a page run one after the other in one fresh process, in an empty
-folder; a block that the text before it calls `name.py` is written to that file, for the
-shell blocks.  A line of a shell block is run, or NOT_RUN says why not, and what is
-checked instead.  Programs and their ranks are forked (`support.warm`).
+The Python blocks of a page run in order in one fresh process, in an empty folder.  If
+the text before a block calls it `name.py`, it is written to that file, for the shell
+blocks.  Each line of a shell block is run, or NOT_RUN gives the reason and the check
+that replaces it.  Programs and their ranks are forked (`support.warm`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ COMMANDS = {
 RUN = re.compile(r"(python|paceline(?! trace)|torchrun)\b(?!.*--nnodes)(?!.* tests/)")
 
 RESULTS = ROOT / "tests" / "bench" / "results"
-WRITTEN_LATER = {"tests/gpu/results"}  # by tests/gpu/run.sh
+WRITTEN_LATER = {"tests/gpu/results"}  # tests/gpu/run.sh writes it
 
 
-# ---- what is not run, why, and what is checked in its place --------------------------
+# ---- commands that are not run, the reasons, and the checks that replace them --------
 
 
 def check_target(command: str) -> None:
@@ -85,7 +85,7 @@ def check_image(command: str) -> None:
     for option, word in pairwise(words):
         if option == "--target":
             assert f" AS {word}\n" in text
-        if option == "-v":  # FROM:TO[:ro]; FROM is the user's
+        if option == "-v":  # FROM:TO[:ro]; FROM is a path of the user
             assert word.split(":")[1].startswith("/home/user/")
             assert word.split(":")[1].split("/")[3] in text
     if words[1] == "run":
@@ -140,7 +140,7 @@ NOT_RUN: dict[str, tuple[str, Callable[[str], None]]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A line of a shell block, and the folder of the page that it is on."""
+    """A line of a shell block, and the folder of its page."""
 
     folder: Path
     command: str
@@ -165,7 +165,7 @@ def diffs() -> list[str]:
 
 
 def program_of_diffs() -> str:
-    """Return a program that has all diffs, before and after, in a world of one."""
+    """Return a program with all diffs, before and after, in a world of one rank."""
     lines = ["import paceline", "import torch", "world = paceline.init()"]
     for text in diffs():
         for side in documents.sides_of(text):
@@ -177,7 +177,7 @@ def program_of_diffs() -> str:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
-    """Return all jobs; each page has a folder with its scripts."""
+    """Return all jobs; the scripts of each page are in a folder for the page."""
     found: list[Job] = []
     for page in RUN_PAGES:
         folder = tmp_path_factory.mktemp(page.stem)
@@ -197,7 +197,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
 
 
 def jobs_of(jobs: list[Job], page: Path) -> list[Job]:
-    """Return the jobs of a page; folders are called by it."""
+    """Return the jobs of a page, by the name of their folder."""
     return [job for job in jobs if job.folder.name.rstrip("0123456789") == page.stem]
 
 
@@ -205,7 +205,7 @@ def jobs_of(jobs: list[Job], page: Path) -> list[Job]:
 
 
 def normal(text: str) -> str:
-    """Return a text in one line, with all numbers alike."""
+    """Return a text in one line, with all numbers replaced by one."""
     return re.sub(r"\d+(\.\d+)?", "N", " ".join(text.split()))
 
 
@@ -214,7 +214,7 @@ def test_every_block_of_a_page_runs(jobs, page):
     output = ""
     for job in jobs_of(jobs, page):
         done = run(job)
-        good = (0, 1) if "doctor" in job.command else (0,)  # 1: the machine is bad
+        good = (0, 1) if "doctor" in job.command else (0,)  # 1: it found a problem
         assert done.returncode in good, f"{job.command}\n{done.stdout}{done.stderr}"
         output += done.stdout
     for block in documents.blocks_of(page):
@@ -361,7 +361,7 @@ def test_the_picture_has_the_ratios_of_the_readme():
 
 @pytest.fixture(scope="module")
 def package_metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
-    """Return what an index is told of the package."""
+    """Return the package's metadata for an index."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("setup.py", "pyproject.toml", "README.md", "csrc", "requirements"):
         (tree / name).symlink_to(ROOT / name)

@@ -1,4 +1,4 @@
-"""What driver.h declares is what CUDA's own header says, where there is one."""
+"""driver.h declares the same as CUDA's own header, if that is installed."""
 
 import shutil
 import subprocess
@@ -14,8 +14,8 @@ FOLDERS = [
     *PACKAGES.glob("nvidia/*/include"),
 ]
 
-# Names that are ours alone become those of the header; an enum that we take for an int
-# becomes itself again.
+# Replace names that only we use by those of the header, and an int that stands for an
+# enum by the enum.
 OURS = {
     "typedef int pli_cu_result;": "typedef CUresult pli_cu_result;",
     "typedef int pli_cu_device;": "typedef CUdevice pli_cu_device;",

@@ -1,4 +1,4 @@
-"""The run for machines with a GPU survives parts that fail, hang or die."""
+"""The script for machines with a GPU survives parts that fail, hang or die."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.programs import run_python
 
 FOLDER = Path(__file__).parents[2] / "gpu"
 
-# A part by name, in place of part.py.
+# Runs a part by name, instead of part.py.
 STUB = f"""
 import os, subprocess, sys, time
 from pathlib import Path
@@ -192,7 +192,7 @@ def test_what_shows_the_kernels_to_ctypes_fits_their_headers():
     assert done.returncode == 0, done.stderr
 
 
-# Ranks that know of no torch, in place of world.py: what is tested is what holds them.
+# Ranks without torch, instead of world.py: the test is about the code that runs them.
 WORLD = """
 class World:
     @classmethod

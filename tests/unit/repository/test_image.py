@@ -1,4 +1,4 @@
-"""The image's files, without building it; tests/image builds and tries it."""
+"""Check the image's files without building it; tests/image builds and tests it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SSHD_CONFIG = ROOT / "docker" / "sshd_config"
 
 
 def start(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the entry point as a container would, but where nothing is installed."""
+    """Run the entry point as in a container, but with nothing installed."""
     return subprocess.run(
         [shutil.which("bash") or "bash", str(ENTRYPOINT), *words],
         env={"PATH": "/usr/bin:/bin", "HOME": tempfile.gettempdir()},
@@ -98,7 +98,7 @@ def test_the_build_has_no_docs_and_the_image_for_training_no_server():
     servers = re.compile("openssh|sshd_|notebook|examples|EXPOSE|HEALTH|jupyter")
     assert not servers.search(COMMON + TRAIN)
     assert servers.search(LAST)
-    # The images of users begin with what their page builds.
+    # Users' images are based on the image that their page builds.
     page = ROOT / "docs" / "image.md"
     built = re.findall(r"-t (\S+) --target", "\n".join(commands_of(page)))
     text = "\n".join(b.text for b in blocks_of(page) if b.language == "dockerfile")

@@ -1,4 +1,4 @@
-"""docs/kubernetes.md: what users apply is what the API and torchrun take."""
+"""docs/kubernetes.md: the API and torchrun accept the manifests that users apply."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TEMPLATES = ["Job digits", "Job digits-gpu", "TrainJob digits", "PyTorchJob digi
 
 
 def manifests() -> dict[str, Any]:
-    """Return what the page has, by kind and name."""
+    """Return the manifests of the page, by kind and name."""
     texts = [block.text for block in blocks_of(PAGE) if block.language == "yaml"]
     found = [one for text in texts for one in yaml.safe_load_all(text)]
     return {f"{each['kind']} {each['metadata']['name']}": each for each in found}
 
 
 def template_of(name: str) -> Any:
-    """Return the template of a manifest's pods, with what its trainer adds."""
+    """Return the template of a manifest's pods, with the additions of its trainer."""
     spec = manifests()[name]["spec"]
     if "trainer" not in spec:
         return spec.get("pytorchReplicaSpecs", {}).get("Worker", spec)["template"]
@@ -65,7 +65,7 @@ def test_the_pods_of_a_manifest_are_those_of_the_api(name):
         "template": template_of(name),
     }
     validate.validate(template, NEWEST, strict=True)
-    # The image's user may write the volume.
+    # The image's user may write to the volume.
     user, group, of_files, _ = template["template"]["spec"]["securityContext"].values()
     arguments = f"ARG UID={user}\nARG GID={group}\n"
     assert arguments in (ROOT / "Dockerfile").read_text()
@@ -79,7 +79,7 @@ def test_the_operators_job_has_the_fields_of_the_operator():
     assert set(job["spec"]["elasticPolicy"]) <= ELASTIC_FIELDS
     assert isinstance(job["spec"]["nprocPerNode"], str)
     (container,) = template_of("PyTorchJob digits")["spec"]["containers"]
-    assert container["name"] == "pytorch"  # for which the operator looks
+    assert container["name"] == "pytorch"  # the name that the operator looks for
 
 
 def test_the_trainers_job_has_its_fields():
@@ -89,7 +89,7 @@ def test_the_trainers_job_has_its_fields():
     words = job["spec"]["trainer"]["command"]
     options = torchrun.get_args_parser().parse_args(words[1:])
     assert options.rdzv_endpoint == "digits-node-0-0.digits:29400"
-    # And that of GPUs starts a rank for each.
+    # The job for GPUs starts a rank per GPU.
     (container,) = template_of("Job digits-gpu")["spec"]["containers"]
     assert container["command"][:4] == ["paceline", "run", "-n", "gpu"]
     assert "nvidia.com/gpu" in container["resources"]["limits"]

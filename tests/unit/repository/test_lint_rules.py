@@ -1,4 +1,4 @@
-"""The project's own lint sees what it is for, and nothing else."""
+"""The project's own lint finds what it should, and nothing else."""
 
 import importlib.util
 from pathlib import Path
@@ -18,7 +18,7 @@ def rules():
 
 @pytest.fixture
 def lint(rules, tmp_path, monkeypatch):
-    """Return what is said of files, given by their paths and texts."""
+    """Return the findings for files, given by their paths and texts."""
     monkeypatch.setattr(rules.phrases, "NOT_YET", [])
 
     def run(files):
@@ -48,7 +48,7 @@ def include(name):
 
 
 def rows(path, rule, *texts):
-    """Return rows of one file, whose rule each text breaks, or passes for None."""
+    """Return rows of a file: each text breaks the rule, or passes if rule is None."""
     return [(path, text, rule) for text in texts]
 
 
@@ -146,7 +146,7 @@ WORDS_ROWS = [
 
 
 def layered(path, rule, *lines):
-    """Return rows of a file of the package; a line with spaces is for hints alone."""
+    """Return rows of a file of the package; indented imports are only for hints."""
     texts = [
         f"if TYPE_CHECKING:\n{line}\n" if line[0] == " " else f"def f():\n    {line}\n"
         for line in lines

@@ -1,4 +1,4 @@
-"""The patterns of the mutation script still find what they are for in the sources."""
+"""The patterns of the mutation script still match the code that they are for."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ def test_every_operator_finds_places_in_the_sources(mutants):
         *("drop order", "drop event", "drop reference", "other slot"),
         *("other stream", "side stream", "swap streams"),
         *("negate", "drop call", "boundary", "unequal", "return 0", "return 1"),
-        *("always", "never", "blind entry"),  # these are Python's
+        *("always", "never", "blind entry"),  # kinds for Python
         *("drop operand", "drop statement", "drop with"),
     }
     assert found["drop order"] >= 20

@@ -1,4 +1,4 @@
-"""What we declare of NCCL agrees with a real ``nccl.h``, where one is found."""
+"""Our declarations of NCCL agree with a real ``nccl.h``, if one is found."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = ROOT / "csrc" / "nccl" / "nccl_library.h"
 
-# NCCL's header wants CUDA's, of which it needs these names.
+# NCCL's header includes CUDA's and needs these names of it.
 CUDA_RUNTIME = """
 typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
@@ -19,7 +19,7 @@ typedef struct CUevent_st *cudaEvent_t;
 #define __CUDA_BF16_TYPES_EXIST__
 """
 
-# Our lines are read with the types of NCCL, so that functions are the very same ones.
+# Reads our declarations with NCCL's types, so that both declare the same functions.
 TYPES = """
 #include <stddef.h>
 #include <nccl.h>
@@ -75,7 +75,7 @@ FIELD(is_blocking, blocking);
 
 
 def folders() -> list[Path]:
-    """Return where a header may be, the one that the user names first."""
+    """Return the folders that may have the header, first the one the user names."""
     named = os.environ.get("NCCL_INCLUDE")
     site = Path(sysconfig.get_paths()["purelib"])
     found = [Path(named)] if named else []
@@ -85,7 +85,7 @@ def folders() -> list[Path]:
 
 @pytest.fixture
 def compiler(tmp_path):
-    """Give a function that compiles a text next to a real header, and says why not."""
+    """Return a function that compiles a text with a real header; it returns errors."""
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("there is no gcc")

@@ -1,6 +1,6 @@
-"""NVIDIA's own libraries, as pip brings them: what we ask of them is there.
+"""NVIDIA's own libraries, as pip installs them, have all that Paceline uses.
 
-They are some 200 MB each and need a network, so this is run by hand::
+They are about 200 MB each and need a network, so run this by hand::
 
     python -m pytest -m hand tests/unit/repository/test_nvidia_wheels.py
 """
@@ -21,7 +21,7 @@ LIBRARY_HEADER = (ROOT / "csrc" / "nccl" / "nccl_library.h").read_text()
 
 pytestmark = pytest.mark.hand
 
-# From the oldest that pip has to the newest, and what the torches of today bring.
+# From the oldest to the newest of pip, with those of current torch versions.
 NCCLS = ["2.16.2", "2.18.3", "2.20.5", "2.21.5", "2.26.5", "2.27.7", "2.30.7", "2.32.3"]
 SINCE = {
     "GetLastError": (2, 13),
@@ -33,7 +33,7 @@ SINCE = {
     "CommDeregister": (2, 19),
 }
 
-# Each NVRTC, and the devices that it is asked for, of which it may know none so new.
+# Each NVRTC, and devices to compile for; some are newer than the NVRTC.
 NVRTCS = {
     "nvidia-cuda-nvrtc-cu12==12.1.105": (70, 75, 80, 86, 89, 90, 100, 120),
     "nvidia-cuda-nvrtc-cu12==12.4.127": (70, 75, 80, 86, 89, 90, 100, 120),
@@ -69,7 +69,7 @@ def names_of(which: str) -> list[str]:
 
 
 def fetch(folder: Path, requirement: str) -> Path:
-    """Unpack a wheel, which is not installed; return where."""
+    """Unpack a wheel without installing it; return the folder."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
     command = [*pip, "--no-deps", "--only-binary", ":all:", "-d", folder, requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -112,7 +112,7 @@ def test_functions_config_and_numbers_of_nccl(tmp_path, version):
 
 @pytest.fixture(scope="module")
 def compile_kernels(tmp_path_factory):
-    """Build a program of our own code that asks an NVRTC for the kernels."""
+    """Build a program from our code that compiles the kernels with an NVRTC."""
     folder = tmp_path_factory.mktemp("compile")
     (folder / "main.c").write_text(COMPILE)
     sources = [
@@ -151,8 +151,8 @@ def test_kernels_compile_for_every_device(tmp_path, requirement, compile_kernels
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 def test_no_kernel_spills_but_those_that_are_known(tmp_path):
-    """Bytes of one thread's registers that go to memory, by nvcc's own report."""
-    known = {"pl_sum": 8}  # of sm_100 and sm_120, outside its loop
+    """Bytes of a thread's registers that nvcc reports as spilled to memory."""
+    known = {"pl_sum": 8}  # on sm_100 and sm_120, outside of its loop
     archs = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
     command = ["nvcc", "-fatbin", "-fmad=false", "-Xptxas", "-v", "-o", tmp_path / "k"]
     command += [f"-gencode=arch=compute_{a[3:]},code={a}" for a in archs]
