@@ -1,9 +1,9 @@
-"""Starts client programs, by torch or by Paceline, and says what came of them.
+"""Start client programs with torch or with Paceline, and check the results.
 
-A program is a file in `programs/`, as users write them.  It is never edited: what it
-wrapped is written down by `watch/sitecustomize.py`.  Each rank of it leaves its results
-in a file, and a run is good when the program ended with 0 in time, every rank's
-wrappers were of the class that was asked for, and no process is left.
+A program is a file in `programs/`, as users write them.  It is never edited:
+`watch/sitecustomize.py` records its wrappers.  Each rank writes its results to a file.
+A run is good if the program exits with 0 in time, all ranks' wrappers are of the
+requested class, and no process is left.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ N_RANKS = 2
 TORCHS_CLASS = "torch.nn.parallel.distributed.DistributedDataParallel"
 DEADLINE_SECONDS = 240
 LEAVING_SECONDS = 20
-# Gloo's threads outlive their group, and now and then torch aborts a process that ends
-# among them, with paceline or without: such a run tells nothing.
+# Gloo's threads outlive their group.  If a process ends while they run, torch sometimes
+# aborts it, with or without paceline.  Such a run is inconclusive.
 TORCH_ABORTS = "terminate called without an active exception"
 TRIES = 4
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
-    """Return the mark that skips a test where modules are not installed."""
+    """Return the mark that skips a test if modules are not installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     reason = f"not installed: {', '.join(missing)}; pip install paceline[clients]"
     return pytest.mark.skipif(bool(missing), reason=reason)
@@ -62,19 +62,19 @@ def by_torchrun(library: Library, program: Path, args: list[str]) -> list[str]:
     return [*command, *OURS[library], str(program), *args]
 
 
-# With --cpu it starts one process, whatever the number; the programs say cpu=True.
+# --cpu would start one process for any number of ranks; the programs set cpu=True.
 ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
 ACCELERATE += ["--num_processes", str(N_RANKS), "--main_process_port", "0"]
 ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def by_accelerate(library: Library, program: Path, args: list[str]) -> list[str]:
-    """Start two ranks by accelerate, whose module is ours."""
+    """Start two ranks with accelerate, which runs our module."""
     return [sys.executable, "-m", *ACCELERATE, *OURS[library], str(program), *args]
 
 
 def with_accelerate(library: Library, program: Path, args: list[str]) -> list[str]:
-    """Start accelerate itself as our module, and it the ranks."""
+    """Run accelerate itself under our module; accelerate starts the ranks."""
     return [sys.executable, *OURS[library], "-m", *ACCELERATE, str(program), *args]
 
 
@@ -83,7 +83,7 @@ def with_accelerate(library: Library, program: Path, args: list[str]) -> list[st
 
 @dataclass
 class Run:
-    """What a program left: its folder, and each rank's results by their titles."""
+    """The results of a program: its folder, and each rank's results by title."""
 
     path: str
     results: list[dict[str, Any]]
@@ -99,9 +99,9 @@ def run(
 ) -> Run:
     """Run a program of `programs/` to its end; fail unless the run is good.
 
-    The folder, for what the program writes, is made anew; the program's arguments come
-    after ``--out folder``.  With `has_install_line` Paceline comes by a first line, as
-    in a notebook, and not by the command.
+    The folder for the program's files is made anew.  The program's arguments come
+    after ``--out folder``.  With `has_install_line`, a first line installs Paceline, as
+    in a notebook, instead of the command.
     """
     path = HERE / "programs" / program
     started: Library = library
@@ -128,7 +128,7 @@ def run(
 
 
 def start(command: list[str], folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a command, and return the mark in the environment of all that it starts."""
+    """Start a command; return the mark in the environment of all its processes."""
     mark = uuid.uuid4().hex
     paths = [str(HERE / "watch"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
@@ -153,13 +153,13 @@ def start(command: list[str], folder: Path) -> tuple[subprocess.Popen[bytes], st
 
 
 def _run_command(command: list[str], folder: Path) -> tuple[int, str, list[str]]:
-    """Return the exit code, what was printed, and the processes that were left."""
+    """Return the exit code, the output, and the processes that were left."""
     process, mark = start(command, folder)
     output = folder / "output.txt"
     try:
         process.wait(DEADLINE_SECONDS)
     except subprocess.TimeoutExpired:
-        _send(_processes(mark), signal.SIGUSR2)  # each one says where it stands
+        _send(_processes(mark), signal.SIGUSR2)  # each one prints its stacks
         time.sleep(2)
         end_all(mark, patience=0)
         process.wait()
@@ -173,7 +173,7 @@ def _run_command(command: list[str], folder: Path) -> tuple[int, str, list[str]]
 
 
 def _processes(mark: str) -> dict[int, str]:
-    """Return the processes, but zombies, in whose environment a mark is."""
+    """Return the processes with a mark in their environment, except zombies."""
     found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -188,7 +188,7 @@ def _processes(mark: str) -> dict[int, str]:
 
 
 def end_all(mark: str, patience: float = LEAVING_SECONDS) -> list[str]:
-    """Kill what is left of a run after some seconds; return what it was."""
+    """Kill the processes that a run has left after some seconds; return them."""
     end = time.monotonic() + patience
     while (left := _processes(mark)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -217,17 +217,17 @@ def check_wrappers(library: Library, folder: Path) -> None:
         assert kinds == {TORCHS_CLASS}
 
 
-# ---- what runs are compared by -------------------------------------------------------
+# ---- comparisons of runs -------------------------------------------------------------
 
-# After its last forward torch leaves each rank with statistics of its own; ours has
-# rank 0's on every rank by then.  No more than that is left out.
+# Comparisons leave out only these: after the last forward, each rank of torch has its
+# own statistics, while with Paceline every rank has rank 0's.
 STATISTICS = ("running_mean", "running_var")
 
 
 def difference(
     left: Any, right: Any, at: str, leave_out: tuple[str, ...] = ()
 ) -> str | None:
-    """Return where two results first differ, to the bit; None if nowhere."""
+    """Return the place of the first different bits of two results; None if equal."""
     if type(left) is not type(right):
         return f"{at}: {type(left).__name__} and {type(right).__name__}"
     if isinstance(left, torch.Tensor):
@@ -269,14 +269,14 @@ def check_equal(left: Run, right: Run) -> None:
 
 
 def check_ranks_agree(run: Run, title: str = "") -> None:
-    """Check that ranks with data of their own have ended with the same weights."""
+    """Check that ranks with different data end with the same weights."""
     one, other = (told[title] if title else told for told in run.results)
     found = difference(one["weights"], other["weights"], "weights", STATISTICS)
     assert found is None, found
 
 
 def check_resumes(whole: Run, resumed: Run, title: str = "resumed") -> None:
-    """Check that going on from a checkpoint ended as the run without a break did."""
+    """Check that a resumed run ends like the uninterrupted one."""
     for rank, (one, other) in enumerate(
         zip(whole.results, resumed.results, strict=True)
     ):
@@ -284,9 +284,9 @@ def check_resumes(whole: Run, resumed: Run, title: str = "resumed") -> None:
 
 
 def check_saved(left: Run, right: Run, *names: str) -> None:
-    """Check that both runs have saved the same, so that either goes on from both.
+    """Check that both runs have saved the same, so that each can resume from both.
 
-    Read as plain types and tensors: neither library's classes are in it.
+    The files are read as plain types and tensors, without classes of either library.
     """
     for name in names:
         one, other = Path(left.path, name), Path(right.path, name)
@@ -295,6 +295,6 @@ def check_saved(left: Run, right: Run, *names: str) -> None:
             continue
         saved = [torch.load(path, weights_only=True) for path in (one, other)]
         for state in saved:
-            state.pop("callbacks", None)  # of Lightning, which names the folder
+            state.pop("callbacks", None)  # Lightning's, which name the folder
         found = difference(*saved, name)
         assert found is None, found

@@ -1,4 +1,4 @@
-"""The checks that the runs of client programs rely on fail when they should."""
+"""The checks of client programs' runs fail when they should."""
 
 from __future__ import annotations
 

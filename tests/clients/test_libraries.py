@@ -79,7 +79,7 @@ def test_the_trainers_own_data_parallel_trains_as_the_plain_model(tmp_path):
     assert not left
 
 
-# ---- all else, beside torch ----------------------------------------------------------
+# ---- comparisons with torch ----------------------------------------------------------
 
 OF_GPT = ("optimizer.pt", "scheduler.pt", "model.safetensors")
 
@@ -120,7 +120,7 @@ def test_a_loop_with_accelerate_trains_and_resumes_alike(tmp_path):
     plain = run("torch", by_accelerate, LOOP, tmp_path / "torch", *resume)
     check_equal(plain, ours)
     check_resumes(ours, plain)
-    # All else that accelerate starts is reached through the environment.
+    # The environment carries Paceline into all other processes of accelerate.
     resume = ("--resume", plain.path)
     again = run("paceline", with_accelerate, LOOP, tmp_path / "again", *resume)
     check_resumes(plain, again)

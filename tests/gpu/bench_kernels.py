@@ -1,9 +1,9 @@
-"""Bandwidth of packing and unpacking against the card's own copies.
+"""Bandwidth of packing and unpacking, compared with the card's own copies.
 
-Bytes are counted as read plus written.  A bucket is moved as the reducer does it: one
+Bytes are those read plus those written.  A bucket is moved as in the reducer, with one
 call for all of its tensors.  In each round the kernel and a copy of as many bytes take
-turns, over buffers that together are many times the L2 cache, so that neither finds its
-data there; the ratio is taken inside the round.
+turns.  Their buffers together are many times the L2 cache, so neither finds its data
+there.  The ratio is computed within the round.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 
 TARGET = 0.8  # of the bandwidth of a plain copy
 BUCKET_BYTES = 25 << 20
-ALL_BYTES = 4 << 30  # of one side of a move, over all buffers
+ALL_BYTES = 4 << 30  # of one side of the moves, over all buffers
 N_ROUNDS = 15
 PER_ROUND = 20
 
 
 @dataclass
 class Bucket:
-    """A slot, and tensors outside of it that are moved in or out."""
+    """A slot, and the tensors that are moved into it or out of it."""
 
     slot: Tensor
     tensors: list[Tensor]
@@ -46,17 +46,17 @@ class Bucket:
 def make_bucket(
     sizes: list[int], slot_dtype: torch.dtype, dtype: torch.dtype
 ) -> Bucket:
-    """Random values: zeros can be faster than what training has."""
+    """Make a bucket of random values: zeros can be faster than real data."""
     total = sum((n + 15) // 16 * 16 for n in sizes)
     slot = torch.randn(total, device="cuda").to(slot_dtype)
     return Bucket(slot, [torch.randn(n, device="cuda").to(dtype) for n in sizes])
 
 
 def elapsed_ms(calls: list[Callable[[], None]]) -> float:
-    """The device's time for some calls, by events, per call."""
+    """Return the device's time per call, by events."""
     begin = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(6_000_000)  # some 3 ms: the host gets ahead of the device
+    torch.cuda._sleep(6_000_000)  # about 3 ms: the host gets ahead of the device
     begin.record()
     for call in calls:
         call()
@@ -66,7 +66,7 @@ def elapsed_ms(calls: list[Callable[[], None]]) -> float:
 
 
 def compare(moves: list[Callable[[], None]], copies: list[Callable[[], None]]) -> Any:
-    """Times of both in turns; the ratio's median and its interval over rounds."""
+    """Time both in turns; return the ratio's median and interval over rounds."""
     rounds = 5 if is_quick() else N_ROUNDS
     mine, theirs = itertools.cycle(moves), itertools.cycle(copies)
     both = []
@@ -86,7 +86,7 @@ def compare(moves: list[Callable[[], None]], copies: list[Callable[[], None]]) -
 
 
 def copy_of(n_bytes: int, n: int) -> list[Callable[[], None]]:
-    """Plain copies, device to device, of so many bytes read and as many written."""
+    """Return copies from device to device that read and write `n_bytes` each."""
     rows = [
         [torch.randint(255, (n_bytes,), dtype=torch.uint8, device="cuda") for _ in "ab"]
         for _ in range(n)
@@ -135,7 +135,7 @@ class Bench:
         rate = 2 * read / move_ms / 1e6
         good = "meets" if ratio.median >= TARGET else "misses"
         if sum(sizes) < 1 << 20:
-            good = "latency"  # of a launch, not bandwidth
+            good = "latency"  # the time of a launch counts, not bandwidth
         name = f"{what} {str(slot_dtype)[6:]}/{str(dtype)[6:]}, {layout}"
         line = f"{name:<42} {1e3 * move_ms:7.1f} us, {rate:6.0f} GB/s"
         return {

@@ -1,14 +1,14 @@
-"""What replicas cost: the host's time, and memory, of several on the one GPU.
+"""The cost of replicas: host time and memory of several replicas on one GPU.
 
-Two replicas on one GPU are no faster than one: the device does the same work in more
-and smaller kernels.  So two replicas stand beside the plain module on each half of the
-batch in turn, which enqueues the same kernels, and beside torch's class with the same
-GPU twice, whose replicas share the parameters there: it copies and sums nothing.  One
-replica stands beside torch's class with one GPU.
-Turns alternate, and ratios are of turns that follow each other.
+Two replicas on one GPU are not faster than one: the device does the same work in more
+and smaller kernels.  So two replicas are compared with the plain module on each half of
+the batch in turn, which enqueues the same kernels.  They are also compared with torch's
+class with the same GPU twice, which copies and sums nothing, as its replicas share the
+parameters there.  One replica is compared with torch's class with one GPU.
+Turns alternate, and ratios are those of consecutive turns.
 
-Host time is what the CPU needs to enqueue onto a device that is idle and not waited
-for; a step by the clock ends with a synchronisation.
+Host time is the CPU time to enqueue work on an idle device, without waiting for it.  A
+step by the clock ends with a synchronisation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from world import timing
 MIB = 2**20
 WARM_UP = 4
 N_ROUNDS = 7
-N_CALLS = 5  # of which the median counts, in each turn
+N_CALLS = 5  # per turn; their median counts
 
 
 class Transformer(nn.Module):
@@ -48,20 +48,20 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of each sequence."""
+        """Return the scores of each sequence."""
         scores: Tensor = self.head(self.layers(x).mean(1))
         return scores
 
 
 class Halves(nn.Module):
-    """The plain module on one half of the batch, and then on the other."""
+    """Runs the plain module on one half of the batch and then on the other."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs for all rows."""
+        """Return the outputs for all rows."""
         return torch.cat([self.module(part) for part in x.tensor_split(2)])
 
 
@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[int, ...]]]]
 
 
 class Entry:
-    """A contestant with a model of its own, of the same parameters as the others'."""
+    """A contestant with a separate model, with parameters equal to all others'."""
 
     def __init__(self, world: World, model: nn.Module, shape: tuple[int, ...]) -> None:
         self.world, self.model = world, model
@@ -90,11 +90,11 @@ class Entry:
         self.output: Any = None
 
     def call(self) -> None:
-        """A forward of training."""
+        """Run a forward in training mode."""
         self.output = self.model(self.x)
 
     def evaluation(self) -> None:
-        """A forward that records nothing, of parameters that have not changed."""
+        """Run a forward that records no graph, with unchanged parameters."""
         with torch.no_grad():
             self.output = self.model(self.x)
 
@@ -104,7 +104,7 @@ class Entry:
         self.optimizer.step()
 
     def host_us(self, function: Callable[[], None]) -> float:
-        """Microseconds of the host, the device being idle."""
+        """Return the host's microseconds for a call, with an idle device."""
         times = []
         for _ in range(N_CALLS):
             self.output = None
@@ -115,7 +115,7 @@ class Entry:
         return median(times)
 
     def clock_us(self, function: Callable[[], None]) -> float:
-        """Microseconds of each of some calls until the device has done them."""
+        """Return the microseconds per call until the device has done all calls."""
         self.world.synchronize()
         begin = time.perf_counter_ns()
         for _ in range(N_CALLS):
@@ -151,7 +151,7 @@ PAIRS = {
 
 
 def replica_time(world: World, name: str) -> dict[str, Any]:
-    """Ours beside the other of each pair: a call, an evaluation, a step."""
+    """Compare ours with the other of each pair: a call, an evaluation, a step."""
     entries = enter(world, name)
     figures: dict[str, Any] = {}
     lines = []
@@ -172,7 +172,7 @@ def replica_time(world: World, name: str) -> dict[str, Any]:
                     entry = entries[each]
                     taken = entry.host_us if measure == "host" else entry.clock_us
                     us = taken(getattr(entry, what))
-                    if number:  # the first turn is to warm up
+                    if number:  # the first turn is a warm-up
                         times[each].append(us)
             rows = zip(times[names[0]], times[names[1]], strict=True)
             ratio = median_with_interval([ours / theirs for ours, theirs in rows])
@@ -187,7 +187,7 @@ def replica_time(world: World, name: str) -> dict[str, Any]:
 
 
 def replica_memory(world: World, name: str) -> dict[str, Any]:
-    """What is held between steps, of torch's allocator, for each further replica."""
+    """Return the memory of torch's allocator between steps, per further replica."""
     build, shape = MODELS[name]
     held = []
     n_bytes = 0

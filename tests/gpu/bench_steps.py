@@ -1,14 +1,13 @@
 """Whole steps of contestants that take turns in the same processes.
 
-Each has a model of its own, of the same seed, on the same inputs, and is used as by a
-user: torch's defaults, SGD, zero_grad() in each step.  Turns are shuffled anew for each
-round, the same on all ranks, and ratios are taken inside a round.
+Each has a separate model with the same seed and inputs, and is used as by a user:
+torch's defaults, SGD, zero_grad() in each step.  Each round has a new random order, the
+same on all ranks, and ratios are computed within a round.
 
-Host time is what the CPU needs to enqueue a step onto a device that is idle and not
-waited for.  Step time is by the clock over a block of steps that ends with a
-synchronisation.  With 2 ranks on the one GPU NCCL sends by sockets and kernels of the
-two processes take turns, so step times there say nothing about a real machine; host
-times do.
+Host time is the CPU time to enqueue a step on an idle device, without waiting for it.
+Step time is the clock's time of a block of steps that ends with a synchronisation.
+With 2 ranks on one GPU, NCCL sends by sockets and the kernels of the two processes take
+turns.  So their step times say nothing about a real machine, but their host times do.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from world import World, timing
 
 N_BATCHES = 4
 WARM_UP = 6
-MAX_HOST_US = 0.5  # a parameter
+MAX_HOST_US = 0.5  # per parameter
 MAX_OF_TORCH = 1 / 3  # of torch DDP's host overhead
-MAX_OF_PLAIN = 1.01  # step time of one rank
+MAX_OF_PLAIN = 1.01  # of the plain module's step time, for one rank
 
 
 def wrap_alone(world: World, module: nn.Module) -> nn.Module:
-    """One rank as users get it: no reducer."""
+    """Wrap for one rank as users get it: without a reducer."""
     return paceline.DistributedDataParallel(module.to(world.device))
 
 
@@ -63,7 +62,7 @@ class Entry:
         self.optimizer.step()
 
     def host_step(self) -> list[float]:
-        """Microseconds of the host for forward with loss, backward, and the rest."""
+        """Return the host's microseconds for forward with loss, backward, the rest."""
         x, y = self.next_batch()
         now = time.perf_counter_ns
         self.world.synchronize()
@@ -79,7 +78,7 @@ class Entry:
         return [(lost - cleared) / 1e3, (back - lost) / 1e3, rest / 1e3]
 
     def block_us(self, n: int) -> float:
-        """Microseconds a step, of n steps until the device has done them."""
+        """Return the microseconds per step until the device has done n steps."""
         self.world.synchronize()
         self.world.meet()
         self.step()
@@ -98,7 +97,7 @@ def make_batches(world: World, spec: models.ModelSpec) -> list[list[Tensor]]:
 
 
 def in_turns(entries: list[Entry], n_rounds: int) -> Iterator[list[Entry]]:
-    """The contestants in another order for each round, the same on each rank."""
+    """Yield the contestants in a new order for each round, equal on all ranks."""
     order = random.Random(5)
     for _ in range(n_rounds):
         yield order.sample(entries, len(entries))
@@ -107,7 +106,7 @@ def in_turns(entries: list[Entry], n_rounds: int) -> Iterator[list[Entry]]:
 def measured(
     entries: list[Entry], n_rounds: int, measure: Callable[[Entry], Any]
 ) -> dict[str, list[Any]]:
-    """What was measured of each contestant, a value a round."""
+    """Return the measurements of each contestant, a value per round."""
     found: dict[str, list[Any]] = {entry.name: [] for entry in entries}
     for turn in in_turns(entries, n_rounds):
         for entry in turn:
@@ -138,7 +137,7 @@ def listed(interval: Interval) -> list[float]:
 
 
 def host_time(world: World, name: str) -> dict[str, Any]:
-    """What a step costs the host, and what of it is not the plain module's."""
+    """Measure a step's host time, and its part beyond the plain module's."""
     spec = models.BY_NAME[name]
     entries = enter(world, ["none", "torch", "torch_view", "paceline"], spec)
     n_params = len(list(entries[0].model.parameters()))
@@ -209,10 +208,10 @@ def step_time(world: World, name: str) -> dict[str, Any]:
 
 
 def first_steps(world: World, name: str) -> dict[str, Any]:
-    """Construction, the first step, the second, and a later one, in milliseconds."""
+    """Measure construction, the first step, the second, and a later one, in ms."""
     spec = models.BY_NAME[name]
     figures: dict[str, Any] = {}
-    Entry(world, "none", spec).step()  # cuBLAS and cuDNN wake up
+    Entry(world, "none", spec).step()  # initialises cuBLAS and cuDNN
     for contestant in ("none", "torch", "paceline"):
         rows = []
         for _ in range(rounds(4)):
@@ -243,10 +242,10 @@ def first_steps(world: World, name: str) -> dict[str, Any]:
 
 
 def exposed_time(world: World, name: str) -> dict[str, Any]:
-    """From the end of backward's own work to where the optimizer can begin, by events.
+    """Measure from the end of backward's own work to the begin of the optimizer.
 
-    The hook on the input's gradient, which comes last, marks the first; an event behind
-    backward() on the same stream the second.
+    The hook on the input's gradient, the last one, records the first event.  The second
+    is recorded after backward() on the same stream.
     """
     spec = models.BY_NAME[name]
     entries = enter(world, ["none", "torch", "torch_view", "paceline"], spec)
@@ -277,7 +276,7 @@ def exposed_time(world: World, name: str) -> dict[str, Any]:
 
 
 def graph_step(world: World, name: str) -> dict[str, Any]:
-    """A step that is replayed as a CUDA graph, against that of the plain module."""
+    """Compare a step replayed as a CUDA graph with that of the plain module."""
     from check_modes import Captured
 
     spec = models.BY_NAME[name]

@@ -1,4 +1,4 @@
-"""Ranks that raise, die, or fall silent: every other one is told, and soon."""
+"""If a rank raises, dies or stops responding, every other rank raises soon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(10,), (90_000,)] * 8
 
 
 class Trouble(torch.autograd.Function):
-    """Nothing in forward; in backward, what it was given to do."""
+    """Does nothing in forward; runs the given action in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, action: Any) -> Tensor:
@@ -35,7 +35,7 @@ class Trouble(torch.autograd.Function):
 
 
 class Troubled(Leaves):
-    """Its backward begins with `action`, where it has one."""
+    """Its backward begins with `action`, if it is set."""
 
     action: Any = None
 
@@ -50,7 +50,7 @@ def raise_now() -> None:
 
 @check(worlds=(1, 2, 3))
 def an_exception_in_backward(world: World) -> dict[str, Any]:
-    """It comes out as it is, the others hear of it, and the next step is right."""
+    """The rank raises it unchanged, the others raise, and the next step is right."""
     module = Troubled(SHAPES, [torch.float32])
     model = world.ours(module)
     good_steps(world, model, range(4))
@@ -62,7 +62,7 @@ def an_exception_in_backward(world: World) -> dict[str, Any]:
         model.zero_grad()
         module.action = raise_now if culprit else None
         try:
-            model(given).backward()  # the others may hear of it in their forward
+            model(given).backward()  # the others may raise in their forward
             world.synchronize()
         except ArithmeticError:
             assert culprit
@@ -74,19 +74,19 @@ def an_exception_in_backward(world: World) -> dict[str, Any]:
         else:
             raise AssertionError("nothing was raised")
         seconds.append(round(time.monotonic() - begin, 3))
-        world.synchronize()  # nothing of the failed step spins on the device
+        world.synchronize()  # no kernel of the failed step spins on the device
         module.action = None
         good_steps(world, model, (10 * round_number, 10 * round_number + 1))
     assert max(seconds) < SOON_SECONDS, seconds
-    # The exception is looked for where Python handles it: a GPU's thread of autograd's
-    # may give the backward up only when that is over.
+    # The message comes from the exception that Python handles.  The autograd thread of
+    # a GPU may give up the backward only after it has been handled.
     assert n_told == 3 or not is_fake() or culprit, words
     return {"seconds": max(world.all(max(seconds))), "n_told": n_told, "words": words}
 
 
 @check(worlds=(2,))
 def an_exception_in_the_middle_of_backward(world: World) -> None:
-    """Some buckets are on their way when a rank fails."""
+    """Some buckets are in flight when a rank fails."""
     model = world.ours(Leaves(SHAPES, [torch.float32]), bucket_cap_mb=0.5)
     good_steps(world, model, range(4))
     for _ in range(2):
@@ -98,7 +98,7 @@ def an_exception_in_the_middle_of_backward(world: World) -> None:
         model.zero_grad()
         expected = ArithmeticError if world.rank == 1 else paceline.PeerError
         try:
-            model(given).backward()  # rank 0 may hear of it in its forward
+            model(given).backward()  # rank 0 may raise in its forward
         except expected:
             pass
         else:
@@ -110,7 +110,7 @@ def an_exception_in_the_middle_of_backward(world: World) -> None:
 
 
 def lose_rank_1(world: World, number: signal.Signals, limit: float) -> dict[str, Any]:
-    """Send rank 1 a signal in its backward; the device is of use to the other."""
+    """Send rank 1 a signal in its backward; the other can still use the device."""
     model = world.ours(Leaves(SHAPES, [torch.float32]))
     good_steps(world, model, range(4))
     given = coefficients_for(world, model, 50)
@@ -123,7 +123,7 @@ def lose_rank_1(world: World, number: signal.Signals, limit: float) -> dict[str,
     try:
         loss.backward()
         world.synchronize()
-        model(given)  # the host may be ahead of what it has heard
+        model(given)  # the host may not have noticed yet
     except paceline.PeerError as error:
         words = f"{type(error).__name__}: {error}"
     else:
@@ -142,13 +142,13 @@ def a_rank_that_is_killed(world: World) -> dict[str, Any]:
 
 @check(worlds=(2,), dying=(1,), seconds=60, env=DEADLINE, fresh=True)
 def a_rank_that_is_stopped(world: World) -> dict[str, Any]:
-    """It lives, and does nothing: the deadline ends the wait."""
+    """It is alive but does nothing: the deadline ends the wait."""
     return lose_rank_1(world, signal.SIGSTOP, DEADLINE_SECONDS + SOON_SECONDS)
 
 
 @check(worlds=(2,), dying=(1,), seconds=40, fresh=True, needs_cuda=True)
 def a_rank_that_ends_while_the_other_waits_on_the_device(world: World) -> Any:
-    """The host sleeps in a synchronize(); a watchdog frees it."""
+    """The host sleeps in synchronize(); a watchdog ends the wait."""
     model = world.ours(Leaves(SHAPES, [torch.float32]))
     good_steps(world, model, range(4))
     given = coefficients_for(world, model, 50)
@@ -159,7 +159,7 @@ def a_rank_that_ends_while_the_other_waits_on_the_device(world: World) -> Any:
         for _ in range(40):
             busy = (busy @ busy).clamp(-1, 1)
         model.zero_grad()
-        model(given).backward()  # its collectives wait behind that
+        model(given).backward()  # its collectives wait for that
         os.kill(os.getpid(), signal.SIGKILL)
     words = ""
     try:

@@ -1,4 +1,4 @@
-"""What else torch's class does: join, buffers, SyncBatchNorm, copies, checkpointing."""
+"""Other features of torch's class: join, buffers, SyncBatchNorm, copies."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from world import World
 
 @check(worlds=(1, 2, 3))
 def join_with_uneven_batches(world: World) -> None:
-    """A rank without batches counts with zeros; gradients are divided by all."""
+    """A rank without batches counts as zeros; gradients are divided by all ranks."""
     module = Leaves([(10,), (90_000,)], [torch.float32])
     model = world.ours(module)
     n_batches = 6 - world.rank
     rows = [coefficients_for(world, model, step) for step in range(n_batches)]
-    # Everybody's batches, known to all, for the means by hand.
+    # All ranks' batches on each rank, for the means by hand.
     known = world.all([[c.cpu() for c in row] for row in rows])
     with model.join(divide_by_initial_world_size=True):
         for step, given in enumerate(rows):
@@ -57,7 +57,7 @@ def buffers_of_rank_0(world: World) -> None:
         model.zero_grad()
         x = torch.randn(16, 20, generator=world.generator(step)).to(world.device)
         model(x).square().mean().backward()
-    model.eval()(x)  # which brings rank 0's
+    model.eval()(x)  # copies rank 0's
     state = {k: v.cpu() for k, v in model.state_dict().items()}
     for other in world.all(state):
         for name in state:
@@ -67,7 +67,7 @@ def buffers_of_rank_0(world: World) -> None:
 
 @check(worlds=(2, 3), needs_cuda=True, seconds=90)
 def sync_batch_norm(world: World) -> dict[str, Any]:
-    """The user's own NCCL collectives, inside forward and backward, beside ours."""
+    """The user's NCCL collectives run inside forward and backward, beside ours."""
 
     def build() -> nn.Module:
         layers: list[nn.Module] = []
@@ -87,7 +87,7 @@ def sync_batch_norm(world: World) -> dict[str, Any]:
 
 @check(worlds=(2,), needs_cuda=True)
 def collectives_of_the_user(world: World) -> None:
-    """All-reduces of torch's group between and inside backwards."""
+    """All-reduces of torch's group run between and inside backwards."""
     model = world.ours(Leaves([(10,), (300_000,)] * 4, [torch.float32]))
     for i, p in enumerate(model.parameters()):
         if i % 2:
@@ -148,7 +148,7 @@ def both_kinds_of_checkpointing(world: World) -> None:
 
 @check(worlds=(1, 2))
 def copies_and_states(world: World) -> None:
-    """A copy has the options of its original, and trains when that is gone."""
+    """A copy has the options of its original, and can train after that is dropped."""
     model = world.accumulating(Leaves([(10,), (90_000,)], [torch.float32]))
     model(coefficients_for(world, model, 1)).backward()
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -175,7 +175,7 @@ def parameters_frozen_and_converted(world: World) -> None:
 
 @check(worlds=(1, 2), needs_cuda=True)
 def from_the_cpu_and_back(world: World) -> None:
-    """Wrapped, trained, moved to the CPU and back: it goes on where it is."""
+    """A model is wrapped, trained, moved to the CPU and back, and trains on."""
     model = world.ours(Leaves([(10,), (90_000,)], [torch.float32]))
     model(coefficients_for(world, model, 0)).backward()
     model.cpu()
@@ -185,7 +185,7 @@ def from_the_cpu_and_back(world: World) -> None:
 
 @check(worlds=(2,))
 def parameters_of_rank_0(world: World) -> None:
-    """At construction; the ranks' own values are other ones."""
+    """At construction all ranks, with different values, receive rank 0's."""
     torch.manual_seed(world.rank)
     module = nn.Sequential(nn.Linear(100, 2000), nn.BatchNorm1d(2000))
     model = world.ours(module)
@@ -197,7 +197,7 @@ def parameters_of_rank_0(world: World) -> None:
 
 @check(worlds=(1, 2), seconds=90)
 def nothing_is_left_behind(world: World) -> dict[str, Any]:
-    """Wrappers that are made and dropped give their memory back."""
+    """Wrappers that are made and dropped free their memory."""
 
     def use() -> None:
         width = rehearsed(5_000_000, 50_000)
@@ -219,7 +219,7 @@ def nothing_is_left_behind(world: World) -> dict[str, Any]:
 
 
 def used_as_plain(world: World, register: Any = None) -> Any:
-    """A wrapper of one rank, and the gradient of its weight, as users get it."""
+    """Return a wrapper of one rank, as users get it, and its weight's gradient."""
     module = nn.Linear(10, 10).to(world.device)
     model = paceline.DistributedDataParallel(copy.deepcopy(module), device_ids=[0])
     if register is not None:
@@ -232,7 +232,7 @@ def used_as_plain(world: World, register: Any = None) -> Any:
 
 @check(worlds=(1,))
 def the_module_of_one_rank(world: World) -> None:
-    """A world of one needs no reducer: the wrapper is the plain module."""
+    """A world of one rank needs no reducer: the wrapper acts as the plain module."""
     names = ("cuInit", "cuLaunchKernel")
     before = world.count_calls(*names)
     model, mine, right = used_as_plain(world)
@@ -243,7 +243,7 @@ def the_module_of_one_rank(world: World) -> None:
 
 @check(worlds=(1,))
 def a_hook_of_one_rank(world: World) -> None:
-    """It is called with the gradients, and what it gives counts; no NCCL is needed."""
+    """It receives the gradients, and its results replace them, without NCCL."""
 
     def hook(state: Any, bucket: Any) -> Any:
         devices = [world.device] if world.device.type == "cuda" else []

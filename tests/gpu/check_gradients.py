@@ -1,4 +1,4 @@
-"""Gradients that are whole numbers: what comes out must be the mean, to the bit."""
+"""Gradients that are whole numbers: results must equal the mean bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from world import World
 
 
 class Leaves(nn.Module):
-    """Parameters whose gradients are just what is given to forward."""
+    """Parameters whose gradients are the coefficients that forward receives."""
 
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtypes: list[torch.dtype]
@@ -26,7 +26,7 @@ class Leaves(nn.Module):
         )
 
     def forward(self, coefficients: list[Tensor | None]) -> Tensor:
-        """A sum of products; a coefficient of None leaves its parameter out."""
+        """Sum the products; a coefficient of None leaves its parameter out."""
         total = torch.zeros((), dtype=torch.float64, device=self.leaves[0].device)
         pairs = zip(self.leaves, coefficients, strict=True)
         for leaf, coefficient in pairs:
@@ -38,7 +38,7 @@ class Leaves(nn.Module):
 
 
 def coefficients_for(world: World, model: nn.Module, seed: int) -> list[Tensor]:
-    """Whole numbers, multiples of the number of ranks, other ones on each rank."""
+    """Return integers, multiples of the world size, different on each rank."""
     g = world.generator(seed)
     found = []
     for p in model.parameters():
@@ -57,9 +57,9 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def expect_means(
     world: World, model: nn.Module, given: Sequence[Tensor | None]
 ) -> None:
-    """Fail unless each gradient is the mean of what the ranks have given.
+    """Fail unless each gradient is the mean of the ranks' coefficients.
 
-    NCCL multiplies by 1 / n as it adds up, which is exact for one rank and two.
+    NCCL multiplies by 1 / n as it sums, which is exact for one rank and for two.
     """
     few = world.size <= 2
     parameters = list(model.parameters())
@@ -71,7 +71,7 @@ def expect_means(
             assert_near(p.grad, right, True, what)
         else:
             assert p.grad is not None, what
-            near = TOLERANCE[p.dtype]  # of what is added up: up to 3 times the size
+            near = TOLERANCE[p.dtype]  # of the terms, whose size is up to 3 times that
             torch.testing.assert_close(
                 p.grad,
                 right,
@@ -89,7 +89,7 @@ def step_once(world: World, model: nn.Module, step: int) -> list[Tensor]:
 
 
 def good_steps(world: World, model: nn.Module, steps: Iterable[int]) -> None:
-    """Step, and expect means; other coefficients for each number in `steps`."""
+    """Take steps, expect means; each number in `steps` seeds new coefficients."""
     for step in steps:
         expect_means(world, model, step_once(world, model, step))
 
@@ -170,7 +170,7 @@ def accumulation_and_no_sync(world: World) -> None:
 
 @check(worlds=(1, 2))
 def gradients_on_top_of_means(world: World) -> None:
-    """Without zero_grad() a second mean is added to the first, as in torch."""
+    """Without zero_grad(), a second mean is added to the first, as in torch."""
     model = world.ours(Leaves([(10,), (90_000,)], [torch.float32]))
     total: list[Tensor] = []
     for step in range(4):
@@ -184,7 +184,7 @@ def gradients_on_top_of_means(world: World) -> None:
 
 @check(worlds=(1, 2))
 def kept_gradients(world: World) -> None:
-    """What somebody holds is not overwritten, whatever the memory it lies in."""
+    """Gradients that a program holds are not overwritten, in any kind of memory."""
     model = world.ours(Leaves([(10,), (90_000,), LARGE_SHAPES[0]], [torch.float32]))
     kept: list[tuple[Tensor, Tensor]] = []
     for step in range(8):
@@ -202,7 +202,7 @@ def kept_gradients(world: World) -> None:
 
 @check(worlds=(1, 2), seconds=90)
 def gradients_dropped_at_once(world: World) -> None:
-    """The allocator hands freed gradients out again, on this and on other streams."""
+    """The allocator reuses freed gradients, on this stream and on others."""
     large = [(rehearsed(700_000, 70_000),)] * 3
     model = world.ours(Leaves([(50_000,)] * 20 + large, [torch.float32]))
     for step in range(rehearsed(30, 5)):
@@ -217,7 +217,7 @@ def gradients_dropped_at_once(world: World) -> None:
 
 @check(worlds=(1, 2, 3))
 def sums_in_float32(world: World) -> None:
-    """16-bit gradients, added up in float32 and rounded once, in rank order."""
+    """16-bit gradients are summed in float32, in rank order, and rounded once."""
     shapes = [(33,), (5000,), (100_001,)]
     module = Leaves(shapes, [torch.bfloat16, torch.float16])
     model = world.accumulating(module)

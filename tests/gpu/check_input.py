@@ -1,4 +1,4 @@
-"""Bad input: one error that says what is wrong and what to do, and nothing leaks."""
+"""Bad input gives one error that says what is wrong and what to do; nothing leaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def error_of(function: Any, *kinds: type[Exception]) -> str:
 
 
 def works_after(world: World) -> None:
-    """A wrapper can be made, and trains: nothing was left in a bad state."""
+    """Check that a new wrapper can be made and trains: no bad state is left."""
     model = world.ours(Leaves([(10,), (90_000,)], [torch.float32]))
     good_steps(world, model, range(2))
 
@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[Callable[[torch.device], nn.Module], dict[str, Any]]] =
 
 @check(worlds=(1, 2), needs_cuda=True)
 def modules_that_do_not_fit(world: World) -> dict[str, Any]:
-    """On several devices, or on others than `device_ids` has."""
+    """Modules on several devices, or on devices outside of `device_ids`."""
     kinds = (ValueError, RuntimeError, TypeError, NotImplementedError, AssertionError)
     found = {}
     for what, (make, options) in REFUSED.items():
@@ -67,7 +67,7 @@ def modules_that_do_not_fit(world: World) -> dict[str, Any]:
 
 @check(worlds=(1, 2), needs_cuda=True, seconds=90)
 def no_memory_at_construction(world: World) -> dict[str, Any]:
-    """The card is full: an error on every rank; what was taken is given back."""
+    """If the card is full, every rank raises and frees what it allocated."""
     module = nn.ParameterList(
         torch.empty(64 << 20, device=world.device) for _ in range(8)
     )
@@ -98,7 +98,7 @@ def no_memory_at_construction(world: World) -> dict[str, Any]:
 
 
 def run_apart(code: str, **env: str) -> str:
-    """What a fresh process prints that is given other libraries."""
+    """Run code in a fresh process with other libraries; return its output."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("NCCL_HOSTID")}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -127,7 +127,7 @@ else:
 
 @check(worlds=(1,), needs_cuda=True, seconds=90)
 def libraries_that_are_not_there(world: World) -> dict[str, Any]:
-    """A driver that cannot be opened; an import without one works."""
+    """A driver that cannot be opened; importing without one works."""
     found = run_apart(WRAP, PACELINE_LIBCUDA="/nowhere/libcuda.so.1")
     assert "/nowhere/libcuda.so.1" in found, found
     assert "wrapped" not in found, found

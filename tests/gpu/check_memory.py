@@ -1,7 +1,7 @@
 """The memory of one contestant, alone in fresh processes.
 
-torch's own count sees what its allocator gave; the arenas of the native core are not
-among it, so what the device has less free is taken too, with all ranks at the same
+torch counts only its own allocator, which excludes the arenas of the native core.  So
+the decrease of the device's free memory is measured too, with all ranks at the same
 point.  Both are relative to the moment before the model was made.
 """
 
@@ -23,7 +23,7 @@ NAMES = ("transformer", "mlp25m", "mlp100m")
 
 
 def free_mib(world: World) -> float:
-    """What the device has free while all ranks stand here."""
+    """Return the device's free memory in MiB, with all ranks at this point."""
     world.synchronize()
     world.meet()
     free = torch.cuda.mem_get_info()[0] / MIB
@@ -44,7 +44,7 @@ CONTESTANTS: dict[str, Callable[[World, nn.Module], nn.Module]] = {
 def measure(world: World, model_name: str, contestant: str) -> dict[str, Any]:
     spec = models.BY_NAME[model_name]
     warm = torch.randn(1024, 1024, device=world.device)
-    (warm @ warm).sum().item()  # cuBLAS takes its workspace
+    (warm @ warm).sum().item()  # cuBLAS allocates its workspace
     torch.cuda.reset_peak_memory_stats()
     free_before, torch_before = free_mib(world), torch.cuda.memory_allocated() / MIB
     torch.manual_seed(1)

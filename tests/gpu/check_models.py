@@ -1,4 +1,4 @@
-"""The models of the CPU benchmarks and ways to train them, against torch DDP."""
+"""The models of the CPU benchmarks, trained in several ways, against torch DDP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from twins import Batch, Step, plain_step, play, scaled_steps
 from world import World
 
-N_STEPS = rehearsed(5, 4)  # the order is learned in the first three
+N_STEPS = rehearsed(5, 4)  # the reducer learns its order in the first three
 
 
 def small_transformer() -> nn.Module:
-    """As the benchmarks' transformer, of two layers of width 32."""
+    """Make the benchmarks' transformer, but with two layers of width 32."""
     model = models.Transformer()
     layer = nn.TransformerEncoderLayer(
         32, 4, 64, dropout=0.0, batch_first=True, norm_first=True
@@ -29,7 +29,7 @@ def small_transformer() -> nn.Module:
     return model
 
 
-# What a rehearsal has in place of a model.
+# Smaller models for a rehearsal.
 SMALLER: dict[str, dict[str, Any]] = {
     "transformer": {"build": small_transformer},
     "resnet18": {"build": partial(models.build_resnet18, 8)},
@@ -41,7 +41,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 
 def spec_of(name: str) -> models.ModelSpec:
-    """A model of the benchmarks, or a smaller one for a rehearsal."""
+    """Return a model of the benchmarks, or a smaller one for a rehearsal."""
     smaller = SMALLER.get(name, {}) if is_fake() else {}
     return replace(models.BY_NAME[name], **smaller)
 
@@ -63,7 +63,7 @@ def train(
     make_step: Callable[[models.ModelSpec], Step] = lambda spec: plain_step(spec.loss),
     **options: Any,
 ) -> dict[str, Any]:
-    """Train a model that was changed, with inputs that were, by some kind of step."""
+    """Train a model, after changes of it and its inputs, with a kind of step."""
     spec = spec_of(name)
     if is_fake() and name == "mlp100m":
         raise Skip("too large for a rehearsal")
@@ -108,15 +108,15 @@ def grad_scaler(world: World) -> dict[str, Any]:
 
 
 def make_fused_adam(model: nn.Module) -> torch.optim.Optimizer:
-    """One kernel over all gradients, some of them views."""
+    """Make an optimizer with one kernel over all gradients, some of them views."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-# ---- how a model is given -----------------------------------------------------------
+# ---- options and hooks --------------------------------------------------------------
 
 
 def with_options(world: World, name: str) -> dict[str, Any]:
-    """Small buckets, `device_ids`, inputs that come from the CPU."""
+    """Use small buckets, `device_ids`, and inputs on the CPU."""
     options: dict[str, Any] = {"bucket_cap_mb": rehearsed(1, 0.05)}
     if world.device.type == "cuda":
         options.update(device_ids=[0], output_device=0)
@@ -128,7 +128,7 @@ def with_options(world: World, name: str) -> dict[str, Any]:
 
 
 def with_half_hook(world: World, name: str) -> dict[str, Any]:
-    """torch's own hook that sends float16, registered with both."""
+    """Register torch's hook that sends float16 with both classes."""
 
     def hooked(wrap: Callable[[nn.Module], Any], module: nn.Module) -> nn.Module:
         model: nn.Module = wrap(module)

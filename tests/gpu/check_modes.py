@@ -1,4 +1,4 @@
-"""Other ways to run the same step: as a CUDA graph, compiled, on streams of its own."""
+"""Other ways to run the same step: as a CUDA graph, compiled, on other streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N_REPLAYS = 20
 
 
 class Captured:
-    """A whole step, from forward to the optimizer, as a graph."""
+    """A whole step as a CUDA graph, from forward to the optimizer."""
 
     def __init__(self, model: nn.Module, spec: models.ModelSpec, like: Any) -> None:
         self.inputs = [t.clone() for t in like]
@@ -38,14 +38,14 @@ class Captured:
             mine.copy_(new)
 
     def capture(self) -> None:
-        with torch.cuda.graph(self.graph):  # no thread may do what a capture forbids
+        with torch.cuda.graph(self.graph):  # forbids unsafe calls in all threads
             self.step()
 
 
 def train_captured(
     world: World, module: nn.Module, spec: models.ModelSpec, rows: list[Any]
 ) -> list[Tensor]:
-    """Warm up and capture on a stream of its own, as torch's notes have it; replay."""
+    """Warm up and capture on a side stream, as in torch's notes; replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -90,7 +90,7 @@ for _word, _model in OF_MODELS.items():
 
 @check(worlds=(1,), needs_cuda=True, fresh=True)
 def graph_without_warm_up(world: World) -> dict[str, Any]:
-    """The plan is not learned yet: one clear error, and the device is still of use."""
+    """Before the order is learned, it is one clear error; the device stays usable."""
     if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
         raise Skip("torch ends the process then, also for the plain module")
     spec = models.BY_NAME["digits"]
@@ -149,7 +149,7 @@ for _name in ("compiled_module", "compiled_wrapper"):
 
 
 class Branches(nn.Module):
-    """Two branches, each on a stream of its own in forward, and so in backward."""
+    """Two branches on two streams in forward, and so in backward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Branches(nn.Module):
         self.right = nn.ParameterList(torch.ones(width) for _ in range(6))
 
     def forward(self, x: Tensor, streams: list[Any]) -> Tensor:
-        """The sum of both branches; each multiplies by its weights one by one."""
+        """Return the sum of both branches; each multiplies by its weights in turn."""
         here = torch.cuda.current_stream()
         parts = []
         for stream, weights in zip(streams, (self.left, self.right), strict=True):
@@ -189,7 +189,7 @@ def branches_on_two_streams(world: World) -> None:
 
 @check(worlds=(1, 2), needs_cuda=True, seconds=90)
 def steps_on_changing_streams(world: World) -> None:
-    """Each step on another stream; the next waits for it, as a user has to see to."""
+    """Each step is on another stream; the next waits for it, as a user must ensure."""
     model = world.ours(nn.Sequential(*[nn.Linear(300, 300, bias=False)] * 1))
     streams = [torch.cuda.Stream() for _ in range(3)] + [torch.cuda.default_stream()]
     before = torch.cuda.current_stream()
@@ -209,7 +209,7 @@ def steps_on_changing_streams(world: World) -> None:
 
 @check(worlds=(1, 2), needs_cuda=True, seconds=90)
 def a_device_that_is_far_behind(world: World) -> None:
-    """The host runs ahead by many steps: nothing is overwritten before it is read."""
+    """The host runs ahead by many steps: no data is overwritten before it is read."""
     model = world.ours(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     busy = torch.randn(4096, 4096, device=world.device)

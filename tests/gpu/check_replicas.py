@@ -1,4 +1,4 @@
-"""Models trained by replicas on one GPU, against the plain module there."""
+"""Models trained by replicas on one GPU, compared with the plain module there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N_ROWS = 14  # on 3 replicas: 5, 5 and 4
 
 
 class Scores(nn.Module):
-    """A body, what is taken of its output, and a last layer on that."""
+    """A body, a function of its output, and a last layer."""
 
     def __init__(
         self, body: nn.Module, take: Callable[[Any], Tensor], head: nn.Module
@@ -30,13 +30,13 @@ class Scores(nn.Module):
         self.body, self.take, self.head = body, take, head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of each row."""
+        """Return the scores of each row."""
         scores: Tensor = self.head(self.take(self.body(x)))
         return scores
 
 
 def mean_of(x: Tensor) -> Tensor:
-    """The mean over time."""
+    """Return the mean over time."""
     return x.mean(1)
 
 
@@ -49,7 +49,7 @@ sparse_tokens = partial(tokens, is_sparse=True)
 
 
 def tied() -> nn.Module:
-    """An embedding whose weight is also that of the last layer."""
+    """Make an embedding that shares its weight with the last layer."""
     head = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 50, bias=False))
     embedding = nn.Embedding(50, 24)
     head[2].weight = embedding.weight
@@ -62,7 +62,7 @@ def lstm() -> nn.Module:
 
 
 def encoder() -> nn.Module:
-    """Two layers of a transformer's encoder, no dropout."""
+    """Make two layers of a transformer's encoder, without dropout."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     return Scores(body, mean_of, nn.Linear(32, 5))
@@ -73,12 +73,12 @@ def mlp() -> nn.Module:
 
 
 def smooth() -> nn.Module:
-    """Layers that have second derivatives."""
+    """Make layers that have second derivatives."""
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 5))
 
 
 def cnn() -> nn.Module:
-    """Two convolutions with BatchNorm, whose running statistics are not the first."""
+    """Make two convolutions with BatchNorm, with non-initial running statistics."""
     layers = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
@@ -106,7 +106,7 @@ def batches_of(
     n_steps: int = N_STEPS,
     dtype: torch.dtype = torch.float32,
 ) -> list[Batch]:
-    """Inputs of some shape, or tokens, with a class for each row."""
+    """Return inputs of a shape, or tokens, with a class for each row."""
     g = world.generator(7)
     rows = []
     for _ in range(n_steps):
@@ -128,7 +128,7 @@ def trains(
     limits: dict[str, Any] | None = None,
     **batches: Any,
 ) -> None:
-    """Add the check that trains a model on batches of some shape."""
+    """Add a check that trains a model on batches of a shape."""
 
     def train(world: World) -> dict[str, Any]:
         rows = batches_of(world, shape, **batches)
@@ -137,11 +137,11 @@ def trains(
     add(globals(), name, train, worlds=(1,), seconds=90)
 
 
-# The batch's own statistics make a difference of rounding a hundred times larger.
+# The batch's statistics make a rounding difference a hundred times larger.
 NORM, DEEP_NORM = ({"limit": x, "has_whole": False} for x in (1e-3, 5e-3))
 WIDE = rehearsed(2048, 256)
-wide_mlp = partial(models.build_mlp, WIDE, WIDE, WIDE, 5)  # a parameter is a segment
-resnet = partial(models.build_resnet18, rehearsed(64, 8))  # many segments, two types
+wide_mlp = partial(models.build_mlp, WIDE, WIDE, WIDE, 5)  # a segment per parameter
+resnet = partial(models.build_resnet18, rehearsed(64, 8))  # many segments, two dtypes
 
 trains("train_mlp", mlp, (16,))
 trains("train_cnn_with_batch_norm", cnn, (3, 8, 8), NORM)  # replica 0's are kept
@@ -160,7 +160,7 @@ trains("parameters_in_f64", lambda: mlp().double(), (16,), dtype=torch.float64)
 
 @check(worlds=(1,))
 def train_with_frozen_parameters(world: World) -> dict[str, Any]:
-    """Frozen from the start, and later thawed."""
+    """Parameters are frozen from the start, and unfrozen later."""
 
     def build() -> nn.Module:
         module = mlp()
@@ -173,13 +173,13 @@ def train_with_frozen_parameters(world: World) -> dict[str, Any]:
         nonlocal count
         count += 1
         first = next(model.parameters())
-        first.requires_grad_(count % N_STEPS == 0)  # in the last of them
+        first.requires_grad_(count % N_STEPS == 0)  # in the last step of each model
         STEP(model, optimizer, batch)
 
     return play(world, build, batches_of(world, (16,)), step)
 
 
-# ---- types --------------------------------------------------------------------------
+# ---- dtypes -------------------------------------------------------------------------
 
 
 @check(worlds=(1,))
@@ -197,7 +197,7 @@ def autocast_bf16(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,))
 def autocast_fp16_with_grad_scaler(world: World) -> dict[str, Any]:
-    """A step overflows, in the last replica's rows alone, and is left out."""
+    """A step overflows, only in the last replica's rows, and is skipped."""
     rows = batches_of(world, (16,), n_steps=6)
     rows[3][0][-1] *= 1e30
     torch.manual_seed(1)
@@ -222,14 +222,14 @@ def autocast_fp16_with_grad_scaler(world: World) -> dict[str, Any]:
 
 
 def pair(world: World, build: Callable[[], nn.Module], n: int = 2) -> tuple[Any, Any]:
-    """A wrapper, and the plain module by hand, of the same parameters."""
+    """Return a wrapper and a plain module by hand, with the same parameters."""
     torch.manual_seed(1)
     module = build().to(world.device)
     return world.wrap(copy.deepcopy(module), n), ByHand(module, n)
 
 
 def same_step(model: Any, by_hand: Any, x: Any, what: str = "") -> float:
-    """Step both on an input, whose gradients must be near; return how far they are."""
+    """Step both on an input; gradients must be near; return their distance."""
     for each in (model, by_hand):
         each.zero_grad()
         each(x).square().sum().backward()
@@ -237,7 +237,7 @@ def same_step(model: Any, by_hand: Any, x: Any, what: str = "") -> float:
 
 
 def same_outputs(model: Any, by_hand: Any, x: Tensor, what: str) -> Tensor:
-    """Evaluate both, of the same values; outputs must be near."""
+    """Evaluate both with the same values; outputs must be near."""
     by_hand.module.load_state_dict(model.module.state_dict())
     with torch.no_grad():
         out: Tensor = model(x)
@@ -247,7 +247,7 @@ def same_outputs(model: Any, by_hand: Any, x: Tensor, what: str) -> Tensor:
 
 @check(worlds=(1,))
 def gradients_accumulate(world: World) -> dict[str, Any]:
-    """Over four backwards, with gradients that are kept and zeroed in place."""
+    """Gradients accumulate over four backwards, and are zeroed in place."""
 
     def step(model: nn.Module, optimizer: Any, batch: Batch) -> None:
         optimizer.zero_grad(set_to_none=False)
@@ -291,7 +291,7 @@ def a_batch_of_fewer_rows_than_replicas(world: World) -> None:
 
 @check(worlds=(1,))
 def one_device_is_as_torchs_class(world: World) -> dict[str, Any]:
-    """`device_ids=[0]` beside torch.nn.DataParallel(device_ids=[0])."""
+    """Compare `device_ids=[0]` with torch.nn.DataParallel(device_ids=[0])."""
     if is_fake():
         raise Skip("torch's class has no replicas without a GPU")
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""What goes into replicas on one GPU and comes out: where it lies, and in what form."""
+"""Inputs and outputs of replicas on one GPU: their devices and their forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def take_gradients(module: nn.Module) -> list[Tensor]:
-    """A module's gradients, which has none afterwards."""
+    """Return a module's gradients and clear them."""
     found = [p.grad for p in module.parameters() if p.grad is not None]
     module.zero_grad()
     return found
@@ -23,7 +23,7 @@ def take_gradients(module: nn.Module) -> list[Tensor]:
 def near_gradients(
     mine: list[Tensor], module: nn.Module, what: str, limit: float | None = None
 ) -> list[float]:
-    """Fail where gradients are too far from a module's; return how far they are."""
+    """Fail if gradients are too far from a module's; return their distances."""
     pairs = zip(mine, module.parameters(), strict=True)
     return [assert_near(grad, p.grad, what, limit) for grad, p in pairs]
 
@@ -33,7 +33,7 @@ LARGE = 4096  # rows: such inputs go through pinned memory
 
 @check(worlds=(1,))
 def inputs_on_the_cpu(world: World) -> dict[str, Any]:
-    """In ordinary memory, which may change after the call, and pinned; of any size."""
+    """Inputs of any size in pinned or other memory, which may change after the call."""
     model, by_hand = pair(world, smooth, 3)
     is_real = world.device.type == "cuda"
     figures = {}
@@ -57,7 +57,7 @@ def inputs_on_the_cpu(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,))
 def inputs_on_the_gpu(world: World) -> dict[str, Any]:
-    """Of odd layouts, and such as want gradients themselves."""
+    """Inputs of unusual layouts, and inputs that require gradients."""
     model, by_hand = pair(world, smooth, 3)
     wide = world.normal(32, N_ROWS)
     forms = {
@@ -97,7 +97,7 @@ def inputs_that_want_gradients_on_the_cpu(world: World) -> None:
 
 @check(worlds=(1,))
 def outputs_on_the_cpu(world: World) -> dict[str, Any]:
-    """`output_device=-1`: gradients find their way back."""
+    """With `output_device=-1`, gradients travel back to the GPU."""
     torch.manual_seed(1)
     module = smooth().to(world.device)
     x = world.normal(N_ROWS, 16)
@@ -117,7 +117,7 @@ def outputs_on_the_cpu(world: World) -> dict[str, Any]:
 
 
 class Several(nn.Module):
-    """Outputs of several types and layouts, and a loss."""
+    """Returns outputs of several dtypes and layouts, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Several(nn.Module):
 
 @check(worlds=(1,))
 def outputs_of_several_types(world: World) -> None:
-    """In what containers they may come, the programs of tests/parity/dp say."""
+    """For their containers see the programs of tests/parity/dp."""
     torch.manual_seed(1)
     module = Several().to(world.device)
     x = world.normal(N_ROWS, 16)

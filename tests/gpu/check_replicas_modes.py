@@ -1,4 +1,4 @@
-"""What autograd, the allocator and streams are asked for round replicas on one GPU."""
+"""Replicas on one GPU with features of autograd, the allocator and streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MS_CYCLES = 2_000_000  # of torch.cuda._sleep: about a millisecond
 
 
 def train(model: nn.Module, x: Tensor, n: int = 1) -> None:
-    """Some steps of SGD."""
+    """Take n steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(n):
         optimizer.zero_grad()
@@ -30,16 +30,16 @@ def train(model: nn.Module, x: Tensor, n: int = 1) -> None:
 
 
 def large_mlp() -> nn.Module:
-    """More than a megabyte: less is sent rather than compared."""
+    """Make a model of more than 1 MB: smaller ones are sent without comparison."""
     return models.build_mlp(16, 600, 600, 5)
 
 
-# ---- what is sent -------------------------------------------------------------------
+# ---- sending of weights -------------------------------------------------------------
 
 
 @check(worlds=(1,))
 def evaluation_sees_all_writes(world: World) -> dict[str, Any]:
-    """After training, and after writes of which autograd counts no version."""
+    """After training, and after writes that autograd's versions do not count."""
     model, by_hand = pair(world, mlp, 3)
     x = world.normal(N_ROWS, 16)
     train(model, x)
@@ -60,7 +60,7 @@ def evaluation_sees_all_writes(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,))
 def what_has_not_changed_is_not_sent(world: World) -> dict[str, Any]:
-    """In evaluations of a model of some size; what is written unseen is fetched."""
+    """In evaluations of a large model; writes without a version are still found."""
     model, by_hand = pair(world, large_mlp, 3)
     x = world.normal(N_ROWS, 16)
     train(model, x)
@@ -81,7 +81,7 @@ def what_has_not_changed_is_not_sent(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,))
 def a_step_between_forward_and_backward_raises(world: World) -> dict[str, Any]:
-    """As of the plain module; and the next step is right."""
+    """It raises as with the plain module, and the next step is right."""
     model, by_hand = pair(world, smooth)
     x = world.normal(N_ROWS, 16)
     train(model, x)
@@ -111,7 +111,7 @@ def _penalty(model: nn.Module, x: Tensor, *, of_parameters: bool) -> Tensor:
 
 @check(worlds=(1,))
 def gradient_penalty(world: World) -> dict[str, Any]:
-    """Of the inputs' gradients, and of the parameters'."""
+    """Penalties on gradients of inputs and of parameters."""
     figures = {}
     for n in (2, 3):
         for of_parameters in (False, True):
@@ -128,7 +128,7 @@ def gradient_penalty(world: World) -> dict[str, Any]:
 
 
 class Checkpointed(nn.Module):
-    """Layers of which the middle is computed again in backward."""
+    """Layers with a middle part that is recomputed in backward."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Checkpointed(nn.Module):
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        """As without a checkpoint."""
+        """Return the same as without a checkpoint."""
         x = torch.tanh(self.first(x))
         x = checkpoint(self.middle, x, use_reentrant=self.use_reentrant)
         scores: Tensor = self.last(x)
@@ -146,7 +146,7 @@ class Checkpointed(nn.Module):
 
 @check(worlds=(1,))
 def checkpoints_of_both_kinds(world: World) -> dict[str, Any]:
-    """Inside the module, and round the wrapper."""
+    """Checkpoints inside the module and around the wrapper, of both kinds."""
     figures = {}
     x = world.normal(N_ROWS, 16)
     for use_reentrant in (False, True):
@@ -167,7 +167,7 @@ def checkpoints_of_both_kinds(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,))
 def dropout_can_be_repeated(world: World) -> None:
-    """By torch.manual_seed, also in a checkpoint; replicas have masks of their own."""
+    """torch.manual_seed repeats masks, in a checkpoint too; replicas' masks differ."""
     model = world.wrap(Checkpointed(use_reentrant=False))
     x = world.normal(1, 16).expand(N_ROWS, 16).contiguous()
     rows: list[list[Tensor]] = []
@@ -191,14 +191,14 @@ def dropout_can_be_repeated(world: World) -> None:
 
 
 class Picky(nn.Module):
-    """Refuses rows of large numbers."""
+    """Raises for rows with large numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As its layer, or an error."""
+        """Return the layer's output, or raise."""
         if bool((x > 100).any()):
             raise LookupError("made for this check")
         scores: Tensor = self.layer(x)
@@ -210,7 +210,7 @@ def exceptions_name_the_replica(world: World) -> dict[str, Any]:
     model, by_hand = pair(world, Picky, 3)
     words = {}
     for replica, row in enumerate((0, N_ROWS // 2, N_ROWS - 1)):
-        for _ in range(2):  # in order, then side by side
+        for _ in range(2):  # in order, then concurrently
             x = world.normal(N_ROWS, 16)
             x[row] = 1000.0
             try:
@@ -228,7 +228,7 @@ def exceptions_name_the_replica(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,))
 def several_wrappers_at_a_time(world: World) -> None:
-    """Their forwards and backwards mixed, then each on a thread of its own."""
+    """Mix their forwards and backwards, then run each on a separate thread."""
     pairs = [pair(world, build, n) for build, n in ((mlp, 2), (smooth, 3), (mlp, 3))]
     xs = [world.normal(N_ROWS + i, 16, seed=i) for i in range(len(pairs))]
     for _ in range(3):
@@ -248,12 +248,12 @@ def several_wrappers_at_a_time(world: World) -> None:
             assert_near(p, q, "a parameter that a thread has trained", 1e-3)
 
 
-# ---- the GPU's own ------------------------------------------------------------------
+# ---- streams and memory of the GPU --------------------------------------------------
 
 
 @check(worlds=(1,), needs_cuda=True)
 def a_forward_under_another_stream(world: World) -> dict[str, Any]:
-    """Behind an input that is late on that stream; backward there, and elsewhere."""
+    """Its input is late on that stream; backward runs there, and on another one."""
     model, by_hand = pair(world, smooth, 3)
     side, here = torch.cuda.Stream(), torch.cuda.current_stream()
     right = world.normal(N_ROWS, 16, seed=3)
@@ -292,7 +292,7 @@ def a_forward_under_another_stream(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,), needs_cuda=True)
 def a_host_that_runs_ahead(world: World) -> dict[str, Any]:
-    """Twelve steps behind a busy device: nothing is overwritten before it is read."""
+    """Twelve steps on a busy device: no data is overwritten before it is read."""
     model, by_hand = pair(world, mlp, 3)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, by_hand)]
     rows = [world.normal(N_ROWS, 16, seed=n) for n in range(12)]
@@ -315,7 +315,7 @@ def a_host_that_runs_ahead(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,), needs_cuda=True)
 def a_step_waits_for_nothing(world: World) -> dict[str, Any]:
-    """torch knows of no wait, and the host comes back before a busy device is free."""
+    """torch records no wait, and the host returns before a busy device is free."""
     model = world.wrap(mlp(), 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     x = world.normal(N_ROWS, 16)
@@ -350,9 +350,9 @@ def a_step_waits_for_nothing(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,), needs_cuda=True)
 def sums_run_beside_backward(world: World) -> dict[str, Any]:
-    """Most of them begin before replica 0's first layer is back.
+    """Most sums begin before the backward of replica 0's first layer ends.
 
-    When a sum begins is the GPU's choice: 7 and 8 of 10 were seen to.
+    The GPU chooses when a sum begins: 7 and 8 of 10 have been observed.
     """
     layers = [nn.Tanh() if i % 2 else nn.Linear(1024, 1024) for i in range(24)]
     model = world.wrap(nn.Sequential(*layers), 3)
@@ -371,7 +371,7 @@ def sums_run_beside_backward(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,), needs_cuda=True)
 def a_capture_is_one_clear_error(world: World) -> dict[str, Any]:
-    """Before a first step, and after some; both leave a device that is of use."""
+    """Before the first step and after some; both leave the device usable."""
     model, by_hand = pair(world, mlp)
     x = world.normal(N_ROWS, 16)
     words = []
@@ -393,7 +393,7 @@ def a_capture_is_one_clear_error(world: World) -> dict[str, Any]:
 
 @check(worlds=(1,), needs_cuda=True)
 def memory_is_freed(world: World) -> dict[str, Any]:
-    """With the wrapper, while the module lives."""
+    """It is freed with the wrapper, while the module lives."""
     x = world.normal(N_ROWS, 512)
     found: dict[str, Any] = {}
     for way in ("warm_up", "end"):

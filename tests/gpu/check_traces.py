@@ -1,4 +1,4 @@
-"""One step of each wrapper as torch.profiler sees it, kept as a file to look at."""
+"""Trace a step of each wrapper with torch.profiler, and keep the trace as a file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from checks import check, is_fake
 from torch import nn
 from world import World
 
-N_STEPS = 3  # before the one that is traced
+N_STEPS = 3  # before the traced step
 
 
 def keep(world: World, name: str, step: Callable[[], Any]) -> dict[str, Any]:
-    """Trace a step; write it to OUT, for chrome://tracing or Perfetto."""
+    """Trace a step; write the trace to OUT, for chrome://tracing or Perfetto."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if not is_fake():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)

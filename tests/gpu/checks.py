@@ -1,12 +1,12 @@
-"""What a check is, where it is listed, and how its outcome is written down.
+"""The definition of checks, their list, and the record of their outcomes.
 
     @check(worlds=(1, 2), seconds=60)
     def gradients_are_means(world):
         ...                       # raises: failed.  raise Skip("why"): skipped.
         return {"figures": ...}   # or nothing; "lines" are shown in the summary
 
-A check with `worlds` runs in processes of so many ranks (session.py); without, in the
-part's own process.  Its name is what `--only` looks into.
+A check with `worlds` runs in worlds of these sizes (session.py); without, in the part's
+own process.  `--only` searches the names of checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Skip(Exception):
-    """The check cannot be made on this machine, and says why."""
+    """The check cannot run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Check:
     worlds: tuple[int, ...] = ()
     seconds: float = 60.0
     needs_cuda: bool = False
-    dying: tuple[int, ...] = ()  # ranks that are meant to be killed
-    fresh: bool = False  # wants processes that have done nothing else
-    env: tuple[tuple[str, str], ...] = ()  # its processes' further variables
+    dying: tuple[int, ...] = ()  # ranks that the check kills
+    fresh: bool = False  # needs processes that have done nothing else
+    env: tuple[tuple[str, str], ...] = ()  # more variables for its processes
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ def check(**options: Any) -> Callable[[Callable[..., Any]], Check]:
 def add(
     into: dict[str, Any], name: str, function: Callable[..., Any], **options: Any
 ) -> None:
-    """Add a check to a module, whose globals are given: a row of its table."""
+    """Add a check, a row of a table, to a module by its globals."""
     function.__name__ = name  # type: ignore[attr-defined]
     function.__module__ = into["__name__"]
     into[name] = Check(function, **options)
@@ -65,17 +65,17 @@ def checks_of(module: Any) -> list[Check]:
 
 
 def is_fake() -> bool:
-    """Whether GPUs are those of tests/support/fake_gpus.py: a rehearsal."""
+    """Tell whether GPUs are those of tests/support/fake_gpus.py: a rehearsal."""
     return bool(os.environ.get("PACELINE_GPU_FAKE"))
 
 
 def rehearsed(real: T, smaller: T) -> T:
-    """A size, and what a rehearsal has in its place."""
+    """Return a size; in a rehearsal, return the smaller one."""
     return smaller if is_fake() else real
 
 
 def simulated() -> Any:
-    """The module of simulated GPUs, whose tools a machine with a GPU may not have."""
+    """Return the module of simulated GPUs; a machine with a GPU may lack its tools."""
     from support import fake_gpus
 
     return fake_gpus
@@ -92,7 +92,7 @@ def is_wanted(name: str) -> bool:
 def record(
     name: str, result: str, seconds: float, figures: Figures | None = None, **more: Any
 ) -> None:
-    """Write an outcome down, and say it; `more`: words, output."""
+    """Record and print an outcome; `more` has its words and output."""
     row = {"check": name, "result": result, "seconds": round(seconds, 2), **more}
     figures = dict(figures or {})
     if lines := figures.pop("lines", []):

@@ -1,9 +1,9 @@
 /* contexts.c - a CUDA driver that shows further contexts of GPU 0 as GPUs 1 to 3.
  *
- * It stands in place of libcuda (PACELINE_LIBCUDA) where there is one GPU.  Copies from
- * one "GPU" to another and waits for another one's events then go from context to
- * context, as with several.  None of them reaches another one's memory by itself.
- * Everything else is the driver's own; CONTEXTS_DRIVER names it.
+ * It replaces libcuda (PACELINE_LIBCUDA) on a machine with one GPU.  Copies between
+ * "GPUs", and waits for events of another "GPU", then go from context to context, as
+ * with several GPUs.  No "GPU" can access the memory of another one directly.
+ * The real driver, which CONTEXTS_DRIVER names, does everything else.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -28,7 +28,7 @@ static int (*attribute)(int *out, int attribute, int device);
 static int (*create)(void **out, unsigned flags, int device);
 static int (*pop)(void **out);
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static void *contexts[N_DEVICES]; /* under lock; they live as long as the process */
+static void *contexts[N_DEVICES]; /* needs the lock; they live as long as the process */
 
 SHOWN int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags,
                               int *why);

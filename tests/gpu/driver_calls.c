@@ -1,10 +1,10 @@
-/* driver_calls.c - what each call of the CUDA driver costs the host, in nanoseconds.
+/* driver_calls.c - the host's time for each call of the CUDA driver, in nanoseconds.
  *
  *   gcc -O2 tests/gpu/driver_calls.c -o driver_calls -ldl && ./driver_calls
  *
- * The device is idle before each batch of calls and is not waited for within it, so a
- * figure is the time to enqueue.  A second context on the same GPU stands for another
- * GPU: copies between the two go through cuMemcpyPeerAsync.  One line of JSON.
+ * The device is idle before each batch of calls, without waits in it, so a figure is
+ * the time to enqueue.  A second context on the same GPU acts as another GPU: copies
+ * between them use cuMemcpyPeerAsync.  Prints a line of JSON.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -15,7 +15,7 @@
 #include <time.h>
 
 enum {
-    BATCH = 100, /* calls; fewer than a stream's queue holds */
+    BATCH = 100, /* calls; fewer than the capacity of a stream's queue */
     N_BATCHES = 41,
     N_BYTES = 4096
 };
@@ -23,7 +23,7 @@ enum {
 typedef void *handle; /* context, stream, event, module, function */
 typedef unsigned long long address;
 
-/* name, the driver's own name for it, arguments */
+/* name, the driver's own name, arguments */
 #define DRIVER_MAP(X)                                                                  \
     X(init, cuInit, (unsigned))                                                        \
     X(ctx_create, cuCtxCreate_v2, (handle *, unsigned, int))                           \
@@ -130,7 +130,7 @@ static int launch(handle kernel)
     return cu.launch(kernel, 1, 1, 1, 32, 1, 1, 0, g.stream, arguments, NULL);
 }
 
-/* name, what it is called in the output, the call */
+/* name, its name in the output, the call */
 #define CALL_MAP(X)                                                                    \
     X(record, "cuEventRecord", cu.record(g.event, g.stream))                           \
     X(record_there, "cuEventRecord, the other context's",                              \

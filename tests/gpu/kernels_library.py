@@ -1,6 +1,6 @@
-"""The CUDA backend without the binding, by ctypes: shim.c and the layers below it.
+"""The CUDA backend by ctypes, without the binding: shim.c and the layers below it.
 
-Tensors are given as they are; their memory must stay until the stream is done.
+Functions take tensors, whose memory must stay valid until the stream is done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUM, MEAN = 0, 1
 
 
 def structure(name: str, **fields: Any) -> Any:
-    """Make a structure of C, whose member `from` is called `source`."""
+    """Make a C structure; its member `from` is called `source`."""
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
@@ -45,7 +45,7 @@ Piece = structure(
 
 
 def layout() -> str:
-    """Assertions of C that its structures are those above; for shim.c."""
+    """Return C assertions, for shim.c, that its structures equal those above."""
     words = []
     for kind in (Move, RankRanges, Piece):
         name = kind.__name__
@@ -68,7 +68,7 @@ IMAGE = ROOT / "csrc/backend/kernels_image.c"  # where the kernels are embedded
 
 
 def compile_libraries(flags: Mapping[Path, Sequence[str]]) -> None:
-    """Make libraries that differ in the flags of kernels_image.c, side by side."""
+    """Compile libraries with different flags of kernels_image.c, concurrently."""
     cc = os.environ.get("CC", "gcc")
     common = (ROOT / "csrc/compile_flags.txt").read_text().split()
     common.append(f"-DLAYOUT={layout()}")
@@ -131,7 +131,7 @@ class Kernels:
 
     @staticmethod
     def moves(pairs: Sequence[tuple[Any, Any]]) -> Any:
-        """Moves from pairs of tensors, (to, from); from None: zeros."""
+        """Make moves from pairs of tensors, (to, from); from None for zeros."""
         rows = [
             Move(address(to), address(source), dtype_of(to), to.numel())
             for to, source in pairs
@@ -152,7 +152,7 @@ class Kernels:
         self._call("scale", moves, n_moves, top, bottom, c_void_p(stream))
 
     def sum(self, to: Any, rows: Any, reduction: int, stream: int = 0) -> None:
-        """Reduce `rows`, one a rank, into `to`."""
+        """Reduce `rows`, one per rank, into `to`."""
         ranges = RankRanges(
             to.data_ptr(),
             rows.data_ptr(),
@@ -166,7 +166,7 @@ class Kernels:
 
     @staticmethod
     def pieces(rows: Sequence[tuple[Any, Any, int, int]]) -> Any:
-        """Pieces of (to, from, offset, segment); `to` may be None."""
+        """Make pieces from (to, from, offset, segment); `to` may be None."""
         made = [
             Piece(address(to), address(source), source.nbytes, offset, segment)
             for to, source, offset, segment in rows

@@ -1,10 +1,10 @@
-"""Runs the parts one after another, each with a limit and processes of its own.
+"""Run the parts in order, each in separate processes with a time limit.
 
-A part is `python part.py NAME`.  It appends what it finds to a file of JSON lines, one
-a check, which survives whatever becomes of it; its output goes to the terminal and to
-the text at once.  A part that outlasts its limit is killed with all that it has
-started, and the next one begins.  Nothing here imports torch, so that a torch that is
-broken, or that hangs, is a finding and not the end.
+A part is `python part.py NAME`.  It appends a JSON line for each check to a file, which
+survives a crash of the part.  Its output goes to the terminal and to the text at once.
+A part that exceeds its limit is killed with all processes that it has started, and the
+next part begins.  This file does not import torch, so that a torch that is broken or
+hangs is a finding and does not end the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from report import Report
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-KILL_SECONDS = 10.0  # from "please end" to the end
+KILL_SECONDS = 10.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.5
 
 
@@ -36,7 +36,7 @@ class Part:
     needs_package: bool = True
 
 
-# In the order in which they run: what tells most comes first.
+# In the order in which they run: the most informative parts come first.
 PARTS = [
     Part("first", 240, "does it work at all: the least of each part below", False),
     Part("build", 300, "the package with nvcc and without, and the kernels", False),
@@ -63,9 +63,9 @@ GROUPS = {
     "speed": ALL[ALL.index("calls") :],
     "all": ALL,
 }
-CALLS = ("first", "correct", "speed")  # one call each, of at most 9.5 minutes
+CALLS = ("first", "correct", "speed")  # each one a call of at most 9.5 minutes
 CALL_SECONDS = 570.0
-MERGED = {"alone", "nccl", "failures"}  # which `rehearsal` runs
+MERGED = {"alone", "nccl", "failures"}  # `rehearsal` runs them
 ON_A_GPU = {"kernels", "expandable", "pools", "sanitizer", "shared"}  # not rehearsed
 
 
@@ -100,9 +100,9 @@ def has_package() -> bool:
 def expand(
     names: list[str], parser: argparse.ArgumentParser, is_fake: bool = False
 ) -> list[str]:
-    """The parts that are meant, once each, in their order; with what builds them.
+    """Return the selected parts, once each, in order, with the build that they need.
 
-    On the fakes an installed package will do, but not for parts that build more.
+    With simulated GPUs an installed package suffices, unless a part builds more.
     """
     wanted = set()
     for name in names:
@@ -115,12 +115,12 @@ def expand(
         wanted |= group or {name}
     is_enough = is_fake and has_package() and "kernels" not in wanted
     if wanted != {"first"} and not is_enough:
-        wanted.add("build")  # `first` builds as much as it needs
+        wanted.add("build")  # `first` builds what it needs itself
     return [part.name for part in PARTS if part.name in wanted]
 
 
 class Running:
-    """A part at work, in a process group of its own."""
+    """A running part, in a separate process group."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Report) -> None:
         self.process = subprocess.Popen(
@@ -148,21 +148,21 @@ class Running:
         return True
 
     def end(self) -> None:
-        """End it and all that it has started and left in its group."""
+        """End the part and all processes that it has left in its group."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, number)
             except ProcessLookupError:
                 break
             if self.wait(KILL_SECONDS) and number == signal.SIGTERM:
-                time.sleep(0.2)  # its children may be on their way
+                time.sleep(0.2)  # its children may be ending
         self._reader.join(2.0)
 
 
 def run_part(
     part: Part, limit: float, env: dict[str, str], report: Report, command: list[str]
 ) -> None:
-    """Run one part and keep what it found, whatever becomes of it."""
+    """Run one part and keep its findings, even if it crashes or hangs."""
     begin = time.monotonic()
     report.begin(part.name, limit)
     running = Running(command, env, report)

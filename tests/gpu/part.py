@@ -17,7 +17,7 @@ def main() -> int:
     """Run the part with the package built for it, or with the installed one."""
     name = sys.argv[1]
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
-    if name != "build":  # which sees nothing but what it builds
+    if name != "build":  # it uses only the packages that it builds
         tests = HERE.parent
         paths = [str(tests / "bench"), str(tests)]
         if not os.environ.get("PACELINE_GPU_INSTALLED"):

@@ -1,8 +1,8 @@
-"""Builds the package twice: with nvcc, if there is one, and without.
+"""Build the package twice: without nvcc and, if it exists, with nvcc.
 
-The one with nvcc has its kernels as a fatbin inside, the other leaves them to NVRTC;
-all other parts use the first.  Each goes to a folder of its own under build/gpu, where
-a later call finds it again, unless a source has changed since.
+The build with nvcc contains its kernels as a fatbin; the other compiles them by NVRTC.
+All other parts use the first.  Each build has its own folder under build/gpu, where a
+later call finds it again unless a source has changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def source_files() -> list[Path]:
 
 
 def digest(kind: str) -> str:
-    """What a build was made of; another digest means that it is out of date."""
+    """Return the digest of a build's sources; if it differs, the build is outdated."""
     h = hashlib.sha256()
     for path in [*source_files(), *OWN]:
         h.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -51,7 +51,7 @@ def digest(kind: str) -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """A program of CUDA's, where setup.py would find its compiler."""
+    """Return the path of a CUDA program, found as setup.py finds the compiler."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     places = [f"{home}/bin" for home in homes if home]
     path = os.pathsep.join([*places, os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
@@ -65,7 +65,7 @@ def find_nvcc() -> str | None:
 def run_command(
     command: list[str], cwd: Path, seconds: float = BUILD_SECONDS, **env: str
 ) -> str:
-    """Return what a command prints; that is the error's where it fails."""
+    """Return a command's output; if it fails, raise an error with the output."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -83,7 +83,7 @@ def run_command(
 
 
 def build(kind: str, has_fatbin: bool) -> dict[str, Any]:
-    """Build one kind, by pip where that works, else by setup.py alone."""
+    """Build one kind with pip if that works, else only with setup.py."""
     site, stamp = SITES[kind], BUILT / f"{kind}.stamp"
     wanted = digest(f"{kind} {has_fatbin}")
     if site.exists() and stamp.exists() and stamp.read_text() == wanted:
@@ -119,7 +119,7 @@ def build(kind: str, has_fatbin: bool) -> dict[str, Any]:
 
 
 def build_default() -> dict[str, Any]:
-    """With nvcc.  Where that fails, all that follows is to run without its kernels."""
+    """Build with nvcc; if that fails, the other parts run without its kernels."""
     try:
         return build("default", find_nvcc() is not None)
     except Exception:
@@ -133,13 +133,13 @@ def extension(kind: str) -> Path:
 
 
 def in_fresh_python(kind: str, code: str) -> str:
-    """What a Python prints that imports one of the builds."""
+    """Run code in a fresh Python with one of the builds; return its output."""
     command = [sys.executable, "-c", code]
     return run_command(command, Path("/"), PYTHONPATH=str(SITES[kind]))
 
 
 def sizes() -> dict[str, Any]:
-    """The extension is small, whatever is inside; debugging information apart."""
+    """The extension is small with all its content, without debugging information."""
     found = {}
     for kind in SITES:
         bare = BUILT / f"bare-{kind}.so"
@@ -152,7 +152,7 @@ def sizes() -> dict[str, Any]:
 
 
 def imports(kinds: Iterable[str] = SITES) -> dict[str, Any]:
-    """All of them import, and need no library of CUDA's to be there for it."""
+    """All builds import without any library of CUDA."""
     code = "import paceline, ctypes; from paceline import _native; print(_native.isa())"
     found = {kind: in_fresh_python(kind, code).strip() for kind in kinds}
     for kind in kinds:
@@ -180,7 +180,7 @@ def architectures() -> dict[str, Any]:
 
 
 def has_gpu(kind: str = "default") -> dict[str, Any]:
-    """What torch sees: without a device, all that follows would be skipped."""
+    """torch sees a device: without one, all other checks would be skipped."""
     code = (
         "import torch; p = torch.cuda.get_device_properties(0);"
         "print(torch.__version__, torch.version.cuda, torch.cuda.nccl.version(), p)"
@@ -205,7 +205,7 @@ def library_of(kind: str) -> Path:
 
 
 def nvrtc_path() -> str | None:
-    """The NVRTC that torch brings along; None: the loader may find one."""
+    """Return the path of torch's NVRTC; None if only the loader may find one."""
     for place in (Path(p) for p in sys.path):
         for found in sorted(place.glob("nvidia/*/lib/libnvrtc.so.*")):
             if "builtins" not in found.name and "alt" not in found.name:
@@ -214,7 +214,7 @@ def nvrtc_path() -> str | None:
 
 
 def libraries() -> dict[str, Any]:
-    """The layers below the binding as libraries of their own, for part `kernels`."""
+    """Build the layers below the binding as separate libraries, for part `kernels`."""
     paths = {library_of(kind): kernel_flags(kind) for kind in SITES}
     stamp, wanted = BUILT / "libraries.stamp", digest(str(paths))
     is_made = stamp.exists() and stamp.read_text() == wanted
@@ -226,7 +226,7 @@ def libraries() -> dict[str, Any]:
 
 
 def kernel_flags(kind: str) -> list[str]:
-    """What setup.py gives the compiler for the kernels: its fatbin, if it made one."""
+    """Return setup.py's flags for the kernels: its fatbin, if it made one."""
     flags = [f'-DPLI_KERNELS_FOLDER="{ROOT / "csrc" / "backend"}"']
     images = sorted((BUILT / f"tree-{kind}").rglob("*.fatbin"))
     return flags + [f'-DPLI_FATBIN_PATH="{path}"' for path in images[:1]]

@@ -1,4 +1,4 @@
-"""What each call of the CUDA driver costs the host: builds, runs driver_calls.c."""
+"""Measure the host's time for each CUDA driver call: build and run driver_calls.c."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Groups of devices that are contexts of one GPU: see contexts.c.
 
-What goes from one GPU to another does so by copies that name two contexts, behind
-events of another context: with `device_ids=[0, 0]` neither is ever used.  torch knows
-of one GPU alone, so tensors here are torch's by name: CPU tensors whose memory is that
-of a context.
+Between GPUs, data moves by copies that name two contexts, after events of the other
+context.  `device_ids=[0, 0]` never uses either.  torch sees only one GPU, so tensors
+here are CPU tensors for torch, whose memory belongs to a context.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CUDA_VERSION = 12000
 
 @cache
 def library() -> ctypes.CDLL:
-    """The driver of contexts.c, compiled."""
+    """Compile and load the driver of contexts.c."""
     path = part_build.BUILT / "libcontexts.so"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [os.environ.get("CC", "gcc"), "-O2", "-shared", "-fPIC", str(SOURCE)]
@@ -56,7 +55,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 class Member:
-    """One context: its memory, a stream of its own, and the native device."""
+    """One context: its memory, its stream, and the native device."""
 
     def __init__(self, index: int) -> None:
         driver = library()._name
@@ -89,7 +88,7 @@ class Member:
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
 
     def write(self, to: Tensor, value: Tensor) -> None:
-        """Copy a CPU tensor here, on the stream."""
+        """Copy a CPU tensor to this member, on its stream."""
         where = ctypes.c_uint64(to.data_ptr()), ctypes.c_void_p(value.data_ptr())
         with self:
             n_bytes = ctypes.c_size_t(value.nbytes)
@@ -115,7 +114,7 @@ class Member:
 
 
 class Group:
-    """The members, and what a group of them needs to work with."""
+    """The members, and the memory that a group of them works with."""
 
     def __init__(self) -> None:
         torch_core.attach()
@@ -124,16 +123,16 @@ class Group:
         self.streams = tuple(m.stream for m in self.members)
         self.ring = self.members[0].empty(12 * MIB, dtype=torch.uint8)
         self.rooms = [m.empty(4 * MIB, dtype=torch.uint8) for m in self.members]
-        self.rows: list[Tensor] = []  # of the last sum, which does not keep them
+        self.rows: list[Tensor] = []  # kept for the last sum, which does not own them
 
     def here(self, k: int, value: Tensor) -> Tensor:
-        """A copy of a tensor in a member's memory."""
+        """Return a copy of a tensor in a member's memory."""
         tensor = self.members[k].empty(*value.shape, dtype=value.dtype)
         self.members[k].write(tensor, value)
         return tensor
 
     def broadcast(self, sources: list[Tensor]) -> list[Tensor]:
-        """Send a segment of some tensors; its block on each member but the first."""
+        """Send a segment of tensors; return its blocks on all members but the first."""
         offsets, n_bytes = [], 0
         for source in sources:
             offsets.append(n_bytes)
@@ -146,7 +145,7 @@ class Group:
         return blocks
 
     def sum_of(self, tensor: Tensor) -> _native.GradientSum:
-        """Return what adds up tensors like one of member 1's."""
+        """Return an object that sums tensors like one of member 1."""
         self.rows = []
         return self.native.gradient_sum(1, [tensor], [0], tensor.nbytes)
 
@@ -156,7 +155,7 @@ class Group:
         assert of.pack(self.streams[k], k, [grad], row) == []
 
     def add_up(self, of: _native.GradientSum, to: Tensor) -> None:
-        """Add up what was packed; all streams wait for it."""
+        """Sum the packed rows; all streams wait for the sum."""
         self.native.fence(self.streams)
         of.begin([*self.rooms], to)
         of.end(self.streams[0])
@@ -180,7 +179,7 @@ def copies() -> dict[str, Any]:
 
 
 def segments() -> None:
-    """Many small tensors packed, and one large one that goes from member to member."""
+    """Small tensors are packed; a large one goes from member to member."""
     g = group()
     for sizes in ([3, 500, 70_000], [1] * 700, [4 * MIB]):
         values = [torch.randn(n) for n in sizes]
@@ -194,7 +193,7 @@ def segments() -> None:
 
 
 def sums(dtype: torch.dtype) -> None:
-    """Rows of the members, small ones and those that are added up by several."""
+    """Sum rows of the members: small rows, and rows that several members sum."""
     g = group()
     for n in (600, 65_536, MIB // 2):
         rows = [torch.randint(-50, 50, (n,)).to(dtype) for _ in (1, 2)]
@@ -208,10 +207,10 @@ def sums(dtype: torch.dtype) -> None:
 
 
 def rounds_in_flight() -> dict[str, Any]:
-    """Weights sent, packed as gradients, added up; nothing waits until the end.
+    """Send weights, pack them as gradients, sum; nothing waits until the end.
 
-    What is sent changes in each round, in the same memory: a transfer that comes too
-    early or too late brings the numbers of another round.
+    Each round sends new numbers in the same memory: a transfer that runs too early or
+    too late delivers the numbers of another round.
     """
     g = group()
     draw = random.Random(7)

@@ -1,9 +1,8 @@
-"""Every kernel, from the fatbin and from NVRTC, against what torch computes.
+"""Compare every kernel, from the fatbin and from NVRTC, with torch.
 
-Sums and scaled values are compared to the bit with the same arithmetic by torch: in
-float32, or float64 where the contract says so, rounded once to nearest even.  The
-output is filled with a poison before each launch, and what lies around it must still be
-there.
+Sums and scaled values must have the bits of the same arithmetic in torch: in float32,
+or float64 where the contract requires it, rounded once to nearest even.  Before each
+launch the output is filled with a poison value.  The memory around it must not change.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CHECKS = """
 origin copies additions scales sums sums_in_place checksums refreshes many_tensors
 tensors_of_all_sizes_at_once behind_other_work on_another_stream large_tensors
 """
-GUARD = 64  # elements on either side that nobody may touch
+GUARD = 64  # elements on either side that a kernel must not write
 
 
 def device() -> torch.device:
@@ -41,7 +40,7 @@ def device() -> torch.device:
 
 @lru_cache(maxsize=2000)
 def draw(n: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Random numbers of all magnitudes, with the special ones among them."""
+    """Return random numbers of all magnitudes, with special values among them."""
     g = torch.Generator().manual_seed(seed)
     if dtype in WHOLE:
         info = torch.iinfo(dtype)
@@ -62,7 +61,7 @@ def draw(n: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def placed(values: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-    """The values on the device at some offset, and all of the memory around them."""
+    """Return the values on the device at an offset, and all memory around them."""
     whole = torch.full(
         (values.numel() + 2 * GUARD + offset,), 77, dtype=values.dtype, device=device()
     )
@@ -73,7 +72,7 @@ def placed(values: Tensor, offset: int) -> tuple[Tensor, Tensor]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bits, with all NaNs made one."""
+    """Return the bits, with all NaNs equal."""
     tensor = tensor.detach().clone()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor).contiguous()
@@ -84,7 +83,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def expect(inner: Tensor, whole: Tensor | None, right: Tensor, what: str) -> None:
-    """Fail unless the values are right and nothing around them was touched."""
+    """Fail unless the values are right and the memory around them is unchanged."""
     mine, theirs = bits(inner).flatten(), bits(right.to(inner.device)).flatten()
     wrong = (mine != theirs).nonzero().flatten()
     if wrong.numel():
@@ -187,7 +186,7 @@ class Stand:
             expect(to, whole, right, f"sum {reduction} of {n_ranks} times {n} {dtype}")
 
     def sums_in_place(self) -> None:
-        """Into one of the ranges, which then holds the sum."""
+        """Sum into one of the ranges, which then holds the sum."""
         for which in (0, 2):
             rows = torch.stack([draw(1024, torch.bfloat16, r) for r in range(3)])
             rows = rows.to(device())
@@ -197,7 +196,7 @@ class Stand:
             expect(rows[which], None, right.bfloat16(), f"into row {which}")
 
     def checksums(self) -> None:
-        """Of bytes, and of their place, at any address; several add up."""
+        """Checksums of bytes and their places, at any address, are additive."""
         for n, a, b in self.cases():
             values = draw(n, torch.uint8, n)
             inner, _ = placed(values, a)
@@ -212,7 +211,7 @@ class Stand:
             expect(sums, None, right, f"checksum of {n} bytes at {a} and {b}")
 
     def refreshes(self) -> None:
-        """Of the segments alone whose checksums differ."""
+        """Only segments with different checksums are copied."""
         sums = torch.tensor([1, 2, 3], device=device())
         wanted = torch.tensor([1, 2, -3], device=device())
         for n, a, b in self.cases():
@@ -230,7 +229,7 @@ class Stand:
                 expect(to, whole, right, f"refresh of {n} bytes at {a} from {b}")
 
     def many_tensors(self) -> Figures:
-        """Thousands in one call, of sizes that follow no pattern, some empty."""
+        """Move thousands of tensors in one call, of irregular sizes, some empty."""
         chance = random.Random(3)
         counts = [chance.choice([0, 1, 4, 5, 33, 300, 2000]) for _ in range(5000)]
         sources = [
@@ -267,7 +266,7 @@ class Stand:
                 expect(to, whole, r, f"{to.numel()} of {dtype}")
 
     def behind_other_work(self) -> None:
-        """The order of the stream holds, with no synchronisation between."""
+        """Kernels run in stream order, without synchronisation in between."""
         if is_fake():
             raise Skip("needs a GPU")
         value = torch.zeros(1 << 20, device=device())
@@ -291,7 +290,7 @@ class Stand:
         torch.cuda.current_stream().wait_stream(stream)
 
     def large_tensors(self) -> None:
-        """More elements than 32 bits can count."""
+        """Tensors may have more elements than 32 bits can count."""
         if is_fake() or is_quick():
             raise Skip("takes 9 GB and a GPU")
         n = (1 << 32) + 1000
@@ -303,7 +302,7 @@ class Stand:
 
 
 def checksum_of(values: Tensor, place: int) -> Tensor:
-    """What stands for bytes at a place, of 64 bits; in integers that wrap."""
+    """Return the 64-bit checksum of bytes at a place, in wrapping integers."""
     words = torch.zeros((values.numel() + 7) // 8 * 8, dtype=torch.uint8)
     words[: values.numel()] = values
     at = torch.arange(len(words) // 8) + place // 8
@@ -314,23 +313,23 @@ def checksum_of(values: Tensor, place: int) -> Tensor:
 
 
 def parts(tensor: Tensor) -> Tensor:
-    """Complex numbers as twice as many real ones; all else as it is."""
+    """Return complex numbers as pairs of real ones, and others unchanged."""
     return torch.view_as_real(tensor).contiguous() if tensor.is_complex() else tensor
 
 
 def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """What parts() made, in the type of the tensor that it was made of."""
+    """Convert the result of parts() back to the dtype of its tensor."""
     if tensor.is_complex():
         return torch.view_as_complex(values.reshape(*tensor.shape, 2).contiguous())
     return values.to(tensor.dtype)
 
 
 def in_order(rows: Tensor, reduction: int) -> Tensor:
-    """The sum of the rows from the first to the last, 16 bits in float32.
+    """Sum the rows from first to last, 16-bit ones in float32, on the CPU.
 
-    A mean's rows are first divided by a power of two, their number or the next above:
-    a mean of finite numbers is finite.  On the CPU: on a GPU torch divides by a number
-    by way of its reciprocal, which rounds twice.
+    For a mean, first divide rows by a power of two, their number or the next above, so
+    that a mean of finite numbers is finite.  On a GPU, torch would multiply by the
+    reciprocal, which rounds twice.
     """
     n = len(rows)
     power = 1 << (n - 1).bit_length() if reduction == MEAN else 1
@@ -344,10 +343,10 @@ def in_order(rows: Tensor, reduction: int) -> Tensor:
 
 
 def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """From float64 to a shorter type with one rounding.
+    """Convert float64 to a shorter dtype with one rounding.
 
-    torch converts float64 to 16 bits by way of float32, which rounds twice; rounding
-    to odd on the way makes it once.
+    torch converts float64 to 16 bits by way of float32, which rounds twice.  Rounding
+    to odd in between has the effect of a single rounding.
     """
     if dtype.is_complex:
         return values.to(torch.float32 if dtype == torch.complex64 else torch.float64)

@@ -15,7 +15,7 @@ from checks import Skip, run_here
 
 PART = str(Path(__file__).with_name("part.py"))
 N_WORDS = 3000
-# Tool, part, the checks of it; the most telling first.
+# The tool, the part, its checks; the most informative first.
 RUNS = [
     ("memcheck", "contexts", ""),
     ("racecheck", "contexts", "sums"),
@@ -28,7 +28,7 @@ RUNS = [
 
 
 def under(tool: str, part: str, only: str, until: float) -> dict[str, Any]:
-    """Run checks of a part, of which the tool must have nothing to say."""
+    """Run checks of a part under a tool, which must report nothing."""
     sanitizer = part_build.find_tool("compute-sanitizer")
     if sanitizer is None:
         raise Skip("there is no compute-sanitizer")

@@ -1,6 +1,6 @@
-"""What each part checks, and in worlds of how many ranks; see main.py.
+"""The checks of each part and the sizes of their worlds; see main.py.
 
-Modules are imported when a part runs: `first` builds the package that they import.
+A part imports its modules when it runs, since `first` builds the package for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ON_RANKS = {
 }
 FIRST_NCCL = 23003  # 2.30.3 is the first to put two ranks on one GPU
 
-# One thing of each kind, the most telling first.
+# One check of each kind, the most informative first.
 FIRST_ALONE = """check_models.model_digits check_gradients.sizes_and_types
     check_failures.an_exception_in_backward check_modes.graph_of_digits"""
 FIRST_REPLICAS = """check_replicas.train_mlp
@@ -59,10 +59,10 @@ def run(name: str, seconds: float) -> bool:
 
 
 def rehearsal(until: float) -> bool:
-    """What `alone`, `nccl` and `failures` check, in as few processes as can be.
+    """Run the checks of `alone`, `nccl` and `failures` in as few processes as possible.
 
-    All of it with 2 ranks; with 3 what is not of one more model; with 1 what has no
-    other ranks.
+    All run with 2 ranks; with 3 ranks those that are not about one more model; with 1
+    rank those without other ranks.
     """
     modules, _ = ON_RANKS["failures"]
     found = []
@@ -86,10 +86,10 @@ def named(words: str) -> list[Check]:
 
 
 def first(until: float) -> bool:
-    """Build without nvcc; check one rank, replicas, two ranks; take one figure.
+    """Build without nvcc; check one rank, replicas, two ranks; measure one figure.
 
-    A machine that is lent may be lost at any moment.  nvcc takes a minute for the
-    kernels of every architecture; NVRTC makes those of this one in seconds.
+    A rented machine may be lost at any moment.  nvcc needs a minute for the kernels of
+    all architectures; NVRTC compiles those of this one in seconds.
     """
     import part_build
 
@@ -101,7 +101,7 @@ def first(until: float) -> bool:
         ("has_gpu", lambda: part_build.has_gpu("nvrtc")),
     ]
     is_built = bool(os.environ.get("PACELINE_GPU_INSTALLED")) or run_here(steps)
-    importlib.invalidate_caches()  # the package's folder was not there before
+    importlib.invalidate_caches()  # the package's folder is new
     sys.path_importer_cache.clear()
     if not is_built:
         return False
@@ -116,7 +116,7 @@ def first(until: float) -> bool:
 
 
 def knows_nccl() -> None:
-    """Skip where NCCL is too old to put two ranks on one GPU."""
+    """Skip the check if NCCL is too old to run two ranks on one GPU."""
     from paceline import _native
 
     if is_fake():
@@ -127,7 +127,7 @@ def knows_nccl() -> None:
 
 
 def shared(until: float) -> bool:
-    """Two ranks on the GPU, which NCCL knows to be there: no sockets."""
+    """Two ranks that NCCL treats as on one GPU, without sockets."""
     try:
         knows_nccl()
     except Skip:
@@ -137,14 +137,14 @@ def shared(until: float) -> bool:
 
 
 def replicas(until: float) -> bool:
-    """DataParallel: several replicas on the one GPU, in one process."""
+    """DataParallel: several replicas on one GPU, in one process."""
     from replica_world import in_one_process
 
     return session.run_on_ranks(in_one_process(checks_in(REPLICAS)), (1,), until)
 
 
 def under(allocator: str, until: float) -> bool:
-    """DataParallel, and one rank with a reducer, under another allocator of torch's."""
+    """DataParallel, and one rank with a reducer, with another allocator of torch."""
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     good = replicas(until)
     modules, sizes = ON_RANKS["alone"]
@@ -152,7 +152,7 @@ def under(allocator: str, until: float) -> bool:
 
 
 def traces(until: float) -> bool:
-    """A step of each wrapper, as torch.profiler sees it, in OUT."""
+    """Trace a step of each wrapper with torch.profiler, into OUT."""
     from replica_world import in_one_process
 
     good = session.run_on_ranks(named("check_traces.of_a_rank"), (1,), until)
@@ -163,8 +163,8 @@ def traces(until: float) -> bool:
 def bench(until: float) -> bool:
     """Time replicas, whole steps of one rank, kernels in this process, two ranks.
 
-    What must hold on a GPU is judged beside each figure ("meets", "misses"); a
-    benchmark is no test, and a figure that misses fails nothing.
+    Each figure with a target for GPUs is judged ("meets", "misses").  A benchmark is
+    not a test: a figure that misses its target fails nothing.
     """
     from replica_world import in_one_process
 

@@ -46,11 +46,11 @@ def main() -> None:
         row["seconds"] = round(time.monotonic() - begin, 2)
         say(said, row)
         if row["result"] == "failed":
-            time.sleep(30)  # the others may still need this rank's sockets
+            time.sleep(30)  # other ranks may still need this rank's sockets
             break
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # NCCL's and Gloo's threads outlive an ordinary exit badly
+    os._exit(0)  # threads of NCCL and Gloo may crash in an ordinary exit
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The same steps by replicas, and by the plain module: what must be near what.
+"""Take the same steps with replicas and with the plain module, and compare.
 
-Beside the plain module on each replica's rows in turn, all that differs is where
-parameters lie, and by that which kernels torch's libraries take; beside the plain
-module on the whole batch also the shapes.  Each step begins from the same parameters,
-so differences do not grow.  Whether bits are equal is written down, and not judged.
+Compared with the plain module on each replica's rows in turn, only the addresses of
+parameters differ, and so the kernels that torch's libraries choose.  Compared with the
+plain module on the whole batch, shapes differ too.  Each step begins from the same
+parameters, so differences do not grow.  Equality of bits is recorded, but not judged.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from replica_world import ByHand, World
 from torch import Tensor, nn
 from twins import Batch, Step, expect_near, pairs_of, same, sgd, take_steps
 
-# Of the largest element of a tensor, for each type in which gradients are.
+# The tolerance relative to a tensor's largest element, by dtype of gradients.
 NEAR = {
     torch.float64: 1e-12,
     torch.float32: 5e-5,
     torch.bfloat16: 3e-2,
     torch.float16: 4e-3,
 }
-WHOLE = 4  # times as far may be the module that takes all rows at once
+WHOLE = 4  # factor on the tolerance for the module that takes all rows at once
 
 
 def assert_near(
     mine: Tensor | None, right: Tensor | None, what: str, limit: float | None = None
 ) -> float:
-    """Fail where ours is too far from what is right; return how far it is."""
+    """Fail if ours is too far from the right value; return the distance."""
     return expect_near(mine, right, what, NEAR if limit is None else limit)
 
 
 def assert_same_gradients(mine: nn.Module, right: nn.Module, what: str = "") -> float:
-    """Fail where gradients of two modules differ; return how far they are."""
+    """Fail if gradients of two modules differ too much; return the distance."""
     far = 0.0
     ours = _bare(mine).named_parameters()
     theirs = _bare(right).named_parameters()
@@ -61,7 +61,7 @@ def play(
     has_whole: bool = True,
     is_evaluated: bool = True,
 ) -> dict[str, Any]:
-    """Take the same steps by 2 and by 3 replicas, by hand and by the plain module.
+    """Take the same steps with 2 and 3 replicas, by hand and with the plain module.
 
     After training, an evaluation must see the new weights and buffers.
     """
@@ -106,7 +106,7 @@ def play(
 def evaluate(
     model: nn.Module, by_hand: nn.Module, batches: list[Batch], limit: float | None
 ) -> None:
-    """Outputs of an evaluation must be those of the module as it now is."""
+    """Check that an evaluation uses the module's current weights and buffers."""
     modes = model.training, by_hand.training
     model.eval()
     by_hand.eval()

@@ -1,8 +1,8 @@
-"""What a check of DataParallel is given: replicas on the one GPU, in one process.
+"""The argument of a check of DataParallel: replicas on one GPU, in one process.
 
-`device_ids=[0, 0]` is two replicas there, each with memory, a thread and a side stream
-of its own: all that several GPUs have but the way between them.  No process group is
-made.  `--fake` has one GPU of fake_gpus.several().
+`device_ids=[0, 0]` makes two replicas there, each with its own memory, thread and side
+stream, like several GPUs, but without a link between GPUs.  There is no process group.
+`--fake` uses one GPU of fake_gpus.several().
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENVIRONMENT = (("PACELINE_GPU_WORLD", "replica_world"),)
 
 
 def in_one_process(checks: list[Check]) -> list[Check]:
-    """The checks, for processes that have this world and not that of ranks."""
+    """Return the checks, set to run in this world instead of one of ranks."""
     return [replace(c, env=(*c.env, *ENVIRONMENT)) for c in checks]
 
 
@@ -38,7 +38,7 @@ class World(world.World):
 
     @classmethod
     def join(cls, rank: int, size: int, port: int) -> World:
-        """Take the GPU; there is nobody to meet."""
+        """Take the GPU; there are no other ranks to meet."""
         del port
         device = world.take_device()
         if is_fake():
@@ -49,7 +49,7 @@ class World(world.World):
         return cls(rank, size, device, None)
 
     def run(self, check: Check) -> Figures | None:
-        """Run one check, with nothing left of the one before."""
+        """Run one check, after removing the state of the previous one."""
         world.be_exact(getattr(check.function, "is_exact", True))
         with self._gpus():
             try:
@@ -72,27 +72,27 @@ class World(world.World):
     # ---- wrappers -------------------------------------------------------------------
 
     def wrap(self, module: nn.Module, n: int = 2, **options: Any) -> Any:
-        """Wrap a module for n replicas; it comes to the device first."""
+        """Move a module to the device and wrap it for n replicas."""
         options = {"device_ids": [0] * n, **options}
         model = paceline.DataParallel(module.to(self.device), **options)
         self.wrappers.add(model)
         return model
 
     def count_native(self, model: Any) -> collections.Counter[str]:
-        """What is asked of the devices from now on, by name; after a first forward."""
+        """Count native calls by name from now on; call it after a first forward."""
         recorder = Recorder(model._engine.group.native)
         model._engine.group.native = recorder
         return recorder.counts
 
     def normal(self, *shape: int, seed: int = 0) -> Tensor:
-        """Normal numbers on the device, the same in every run."""
+        """Return normal numbers on the device, the same in every run."""
         return torch.randn(shape, generator=self.generator(seed)).to(self.device)
 
 
 class Recorder:
-    """A native group of devices, and how often each of its functions is called.
+    """A native group of devices that counts the calls of each of its functions.
 
-    A broadcast of what differs alone counts as a refresh.
+    A broadcast that sends only differences counts as a refresh.
     """
 
     def __init__(self, native: Any) -> None:
@@ -112,9 +112,9 @@ class Recorder:
 
 
 class ByHand(nn.Module):
-    """The plain module on each replica's rows, one after the other, outputs joined.
+    """Runs the plain module on each replica's rows in turn, and joins the outputs.
 
-    Buffers that a forward writes are replica 0's; the others have copies.
+    A forward of replica 0 writes the module's buffers; the others write copies.
     """
 
     def __init__(self, module: nn.Module, n: int) -> None:
@@ -122,7 +122,7 @@ class ByHand(nn.Module):
         self.module, self.n = module, n
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs for all rows."""
+        """Return the outputs for all rows."""
         parts = x.tensor_split(self.n)
         outputs = [self.module(parts[0])]
         kept = dict(self.module.named_buffers()) if self.module.training else {}
@@ -137,7 +137,7 @@ class ByHand(nn.Module):
 
 
 def allocated() -> int:
-    """What torch's allocator has given, but for the workspaces of libraries."""
+    """Return the memory of torch's allocator, without libraries' workspaces."""
     gc.collect()
     torch.cuda.synchronize()
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

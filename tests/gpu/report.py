@@ -1,7 +1,7 @@
-"""What is known so far: one file of JSON and one of text, whole at any moment.
+"""The results so far: one JSON file and one text file, complete at any moment.
 
-A later call on the same machine and day, of the same commit, adds its parts to what is
-there; a part that is run again takes the place of the earlier one.
+A later call on the same machine, day and commit adds its parts to the files.  If a part
+runs again, it replaces its earlier results.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 NOT_RUN = "not run"
-BUILD = "imports"  # the check without which nothing else can be
-N_WORDS = 4000  # of a failure; all of it stands in the text
+BUILD = "imports"  # all other checks need this one to pass
+N_WORDS = 4000  # characters of a failure in the JSON; the text has all
 HEADER = Path(sysconfig.get_path("include"), "Python.h")
 PACKAGES = ("torch", "numpy", "triton", "cloudpickle", "setuptools", "nvidia-nccl-cu13")
 
 
 def ask(*command: str) -> str:
-    """The first line of what a command prints; nothing where it cannot be run."""
+    """Return the first line of a command's output; "" if it cannot be run."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=30, check=True, cwd=ROOT
@@ -53,7 +53,7 @@ def version_of(package: str) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """All that a reader needs to judge the figures, as far as no torch is needed."""
+    """Describe the machine for readers of the figures, without using torch."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -86,7 +86,7 @@ class Report:
         self.text = out / f"{stem}.txt"
         self.results: dict[str, Any] = {"machine": machine, "parts": {}}
         self.is_complete = True
-        self.questions: dict[str, str] = {}  # what each part answers
+        self.questions: dict[str, str] = {}  # the question that each part answers
         self._this_call: list[str] = []
         self._take_over()
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Report:
     # ---- as it goes -----------------------------------------------------------------
 
     def say(self, words: str) -> None:
-        """Print, and keep in the text; both at once."""
+        """Print words and add them to the text, both at once."""
         with self._lock:
             sys.stdout.write(words)
             sys.stdout.flush()
@@ -125,13 +125,13 @@ class Report:
         self.write()
 
     def end(self, part: str, seconds: float, why: str) -> None:
-        """Judge a part: by its checks, and by how it ended (`why`; empty: well)."""
+        """Judge a part by its checks and by `why` it ended early; "" if it did not."""
         self._read_record(part)
         found = self.results["parts"][part]
         counts = count(found["checks"])
         bad = counts.get(FAILED, 0) + counts.get(NOT_RUN, 0)
         if bad and not why.startswith("stopped"):
-            why = ""  # its checks say it
+            why = ""  # its checks tell
         good = not why and not bad and (counts or part == "build")
         found["result"] = PASSED if good else FAILED
         found["seconds"] = round(seconds, 1)
@@ -167,7 +167,7 @@ class Report:
             self.write()
 
     def write(self) -> None:
-        """Write all that is known; the file is whole at any moment."""
+        """Write all results; the file is complete at any moment."""
         self._n_written = self.record.stat().st_size
         for part, found in self.results["parts"].items():
             if found["result"] == "running":
@@ -186,7 +186,7 @@ class Report:
         return self.has_passed(part) and any(row["result"] == PASSED for row in rows)
 
     def has_build(self) -> bool:
-        """Whether there is a package to test; other checks of it may have failed."""
+        """Tell whether a package was built; other checks of it may have failed."""
         rows = self.results["parts"].get("build", {}).get("checks", [])
         return any(r["check"] == BUILD and r["result"] == PASSED for r in rows)
 
@@ -194,7 +194,7 @@ class Report:
         return all(self.has_passed(part) for part in self._this_call)
 
     def finish(self) -> None:
-        """Write, print a short summary last, tidy up."""
+        """Write the files, print a short summary, remove temporary files."""
         for part in self._this_call:
             found = self.results["parts"][part]
             if found["result"] == "running":

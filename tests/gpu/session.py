@@ -1,13 +1,13 @@
-"""Runs checks on ranks: several processes on one GPU, each with a host id of its own.
+"""Run checks on ranks: several processes on one GPU, each with its own host id.
 
-NCCL refuses two ranks on one GPU unless they look like two hosts (`NCCL_HOSTID`).  It
-then sends by sockets over loopback, and kernels of different processes take turns on
-the device, so that a small all-reduce takes some 13 ms: this is for correctness.  Since
-2.30.3 it also takes them for what they are (`NCCL_MULTI_RANK_GPU_ENABLE`): `share()`.
+NCCL refuses two ranks on one GPU unless they look like two hosts (`NCCL_HOSTID`).  Then
+it sends by sockets over loopback, and kernels of different processes take turns on the
+device.  So a small all-reduce takes about 13 ms: this is for correctness only.  From
+2.30.3 on, NCCL can run two ranks on one GPU (`NCCL_MULTI_RANK_GPU_ENABLE`): `share()`.
 
-Starting Python, torch, CUDA and NCCL takes seconds, so ranks do one check after
-another.  They are given up as soon as a check goes wrong on any of them, since nobody
-then knows what state the others are in, and fresh ones go on with the rest.
+Starting Python, torch, CUDA and NCCL takes seconds, so ranks run one check after
+another.  If a check fails on one rank, all are ended, since the state of the others is
+unknown, and fresh ranks run the remaining checks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 from checks import Check, is_fake, is_wanted, record, rehearsed, simulated
 
 HERE = Path(__file__).resolve().parent
-START_SECONDS = 120.0  # of a rank, until it takes up its first check
-GRACE_SECONDS = 15.0  # for the other ranks, once one has failed
+START_SECONDS = 120.0  # until a rank begins its first check
+GRACE_SECONDS = 15.0  # for the other ranks, after one has failed
 POLL_SECONDS = 0.02
-SLOWNESS = rehearsed(1, 4)  # a machine that rehearses may have other work
-N_OUTPUT = 6000  # characters of a rank that are shown
+SLOWNESS = rehearsed(1, 4)  # in a rehearsal the machine may have other work
+N_OUTPUT = 6000  # characters of a rank's output that are shown
 
 SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 ENVIRONMENT = {
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 @dataclass
 class Session:
-    """A set of ranks that live until something goes wrong or nothing is left to do."""
+    """A set of ranks that live until a check fails or all checks are done."""
 
     size: int
     checks: list[Check]
@@ -81,7 +81,7 @@ class Session:
             )
 
     def rows(self, number: int) -> dict[int, dict[str, Any]]:
-        """What the ranks have said of a check so far."""
+        """Return the ranks' reports on a check so far."""
         found = {}
         for rank in range(self.size):
             try:
@@ -94,7 +94,7 @@ class Session:
         return found
 
     def wait(self, number: int, until: float) -> tuple[dict[int, dict[str, Any]], str]:
-        """Wait until all ranks that should have said how a check went, or why not."""
+        """Wait until all ranks that should report on a check have, or tell why not."""
         check = self.checks[number]
         expected = set(range(self.size)) - set(check.dying)
         while True:
@@ -115,7 +115,7 @@ class Session:
                     return rows, words if unexpected else ""
             if time.monotonic() > until:
                 silent = sorted(expected - set(rows))
-                return rows, f"ranks {silent} did not come to an end"
+                return rows, f"ranks {silent} did not finish"
             time.sleep(POLL_SECONDS)
 
     def outputs(self) -> str:
@@ -138,7 +138,7 @@ class Session:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def ask_for_stacks(self) -> None:
-        """Have the ranks print where each thread stands (see rank.py)."""
+        """Have the ranks print the stacks of all threads (see rank.py)."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
@@ -153,12 +153,12 @@ def free_port() -> int:
 
 
 def share(checks: list[Check]) -> list[Check]:
-    """The checks, for ranks that NCCL knows to be on one GPU of one host."""
+    """Return the checks, for ranks that NCCL treats as on one GPU of one host."""
     return [replace(c, env=(*c.env, (SHARE, "1"))) for c in checks]
 
 
 def judge(rows: dict[int, dict[str, Any]], why: str) -> tuple[str, str]:
-    """Passed, failed or skipped, and the words to it, of what the ranks have said."""
+    """Judge the ranks' reports: passed, failed or skipped, and the reason."""
     words = [
         f"rank {rank}: {row['words']}"
         for rank, row in sorted(rows.items())
@@ -173,7 +173,7 @@ def judge(rows: dict[int, dict[str, Any]], why: str) -> tuple[str, str]:
 
 
 def run_on_ranks(checks: list[Check], sizes: tuple[int, ...], until: float) -> bool:
-    """Run each check with each size of world that it wants; whether all were well."""
+    """Run each check in all its sizes of worlds; return whether all passed."""
     good = True
     for size in sizes:
         left = [c for c in checks if size in c.worlds]
@@ -201,7 +201,7 @@ def together(checks: list[Check]) -> list[Check]:
 
 
 def run_session(size: int, checks: list[Check], until: float) -> tuple[int, bool]:
-    """Run checks until one goes wrong; how many are done with, and whether all well."""
+    """Run checks until one fails; return the number done, and whether all passed."""
     if time.monotonic() > until - 5:
         for each in checks:
             record(f"{each.name}[{size}]", "not run", 0, words="no time was left")

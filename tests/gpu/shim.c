@@ -1,14 +1,14 @@
 /* shim.c - the CUDA backend's table as flat functions, for ctypes.
  *
- * Linked with csrc/core, csrc/backend and csrc/comm into a library that tests alone
- * load (kernels_library.py): the extension itself shows none of this.
+ * Linked with csrc/core, csrc/backend and csrc/comm into a library that only tests load
+ * (kernels_library.py).  The extension itself exports none of these functions.
  */
 #include "backend/cuda.h"
 
 #define SHIM __attribute__((visibility("default")))
 #pragma GCC diagnostic ignored "-Wmissing-prototypes" /* ctypes needs none */
 
-LAYOUT; /* kernels_library.py asserts that its structures are C's */
+LAYOUT; /* assertions that the structures of kernels_library.py equal C's */
 
 SHIM pl_status shim_open(int device, const char *driver, const char *nvrtc,
                          pl_backend **out)

@@ -1,10 +1,10 @@
-"""The same steps by torch's class and by ours, and how near their gradients must be.
+"""Take the same steps with torch's class and with ours, and compare gradients.
 
-Sums of two ranks commute, and a mean of two is exact, so gradients are the same bits
-wherever torch's own kernels give the same bits twice; that is tried first.  With three
-ranks NCCL adds in an order of its own, by ring and chunk, and 1/3 is rounded: a few
-units in the last place.  Training would let them grow, so there each step begins from
-torch's parameters.
+Sums of two ranks commute, and a mean of two is exact.  So gradients have the same bits
+if torch's own kernels give the same bits twice, which is tried first.  With three ranks
+the order of NCCL's sums depends on ring and chunk, and 1/3 is rounded: differences are
+a few units in the last place.  Training would let them grow, so with three ranks each
+step begins from torch's parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from world import World
 
-# Of the largest element of a gradient, for each type in which it is summed.
+# The tolerance relative to a gradient's largest element, by dtype of its sum.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -32,14 +32,14 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, Batch], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the steps went: gradients of each, parameters at the end."""
+    """The results of steps: the gradients of each, the parameters at the end."""
 
     gradients: list[list[Tensor | None]]
     parameters: list[Tensor]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """The same bits, but that a NaN equals a NaN and 0.0 equals -0.0."""
+    """Tell whether bits are equal, where NaNs are equal, and 0.0 equals -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = dense(a), dense(b)
@@ -59,7 +59,7 @@ def expect_near(
     what: str,
     limits: float | Mapping[torch.dtype, float],
 ) -> float:
-    """Fail unless both are nothing or near; return how far, of the largest element."""
+    """Fail unless both are None or near; return the largest relative distance."""
     if mine is None or right is None:
         assert mine is right, f"{what}: ours is {mine}, and should be {right}"
         return 0.0
@@ -79,7 +79,7 @@ def expect_near(
 def assert_near(
     mine: Tensor | None, theirs: Tensor | None, exact: bool, what: str
 ) -> None:
-    """Fail unless both are nothing, or the same to the bit, or near enough."""
+    """Fail unless both are None, have the same bits, or are near enough."""
     if mine is not None and theirs is not None and equal(mine, theirs):
         return
     far = expect_near(mine, theirs, what, float("inf") if exact else TOLERANCE)
@@ -107,8 +107,8 @@ def take_steps(
 ) -> Outcome:
     """Train, and keep a copy of each gradient after each backward.
 
-    With a teacher the optimizer steps by the teacher's gradients, so that differences
-    do not grow from step to step.
+    With a teacher, the optimizer uses the teacher's gradients, so that differences do
+    not grow from step to step.
     """
     optimizer = make_optimizer(model)
     gradients = []
@@ -127,7 +127,7 @@ def take_steps(
 def scaled_steps(
     device: torch.device, model: nn.Module, batches: list[Batch], loss: Any
 ) -> tuple[list[float], list[list[Tensor]]]:
-    """Train in float16 with a GradScaler; the scales, and parameters of each step."""
+    """Train in float16 with a GradScaler; return each step's scale and parameters."""
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     optimizer = sgd(model)
     scales, rows = [], []
@@ -148,7 +148,7 @@ def scaled_steps(
 def pairs_of(
     mine: Outcome, right: Outcome, names: list[str]
 ) -> Iterator[tuple[Tensor | None, Tensor | None, str]]:
-    """Yield each gradient and parameter of two outcomes, and what it is."""
+    """Yield the pairs of gradients and parameters of two outcomes, with names."""
     steps = zip(mine.gradients, right.gradients, strict=True)
     for number, (ours, theirs) in enumerate(steps, 1):
         for name, a, b in zip(names, ours, theirs, strict=True):
@@ -177,10 +177,10 @@ def play(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     inputs_stay: bool = False,
 ) -> dict[str, Any]:
-    """Take the same steps by torch's class, twice, and by ours; compare.
+    """Take the same steps with torch's class, twice, and with ours; compare.
 
-    Inputs are moved to the device, or stay on the CPU for the wrappers to move.  The
-    bits must be equal if torch's own are in its second run, with up to 2 ranks.
+    Inputs are moved to the device, or stay on the CPU for the wrappers to move.  On up
+    to 2 ranks, bits must be equal if they are in both of torch's runs.
     """
     torch.manual_seed(1)
     module = build().to(world.device)

@@ -1,7 +1,7 @@
-"""What a check that runs on ranks is given: its place, and both ways to wrap a module.
+"""The argument of a check on ranks: its rank, and both ways to wrap a module.
 
-A world of one rank needs no reducer, and a wrapper there is the plain module: here it
-is made to have one, so that all that a GPU does is done.  `plain` wraps without that.
+In a world of one rank, a wrapper needs no reducer and acts as the plain module.  Here
+it gets one, so that all work of a GPU is done.  `plain` wraps without a reducer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _needs_reducer: Any = Session.needs_reducer.fget
 
 
 class Reducing(paceline.DistributedDataParallel):
-    """Reduces also where there is one rank."""
+    """Also reduces in a world of one rank."""
 
 
 Session.needs_reducer = property(  # type: ignore[method-assign]
@@ -39,7 +39,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    words: Any = field(repr=False)  # a Gloo group, for what is not to be measured
+    words: Any = field(repr=False)  # a Gloo group, for messages outside of timings
 
     @classmethod
     def join(cls, rank: int, size: int, port: int) -> World:
@@ -59,7 +59,7 @@ class World:
         return cls(rank, size, device, words)
 
     def run(self, check: Check) -> Figures | None:
-        """Run one check, with nothing left of the one before."""
+        """Run one check, after removing the state of the previous one."""
         be_exact(getattr(check.function, "is_exact", True))
         torch.manual_seed(0)
         if not check.dying:
@@ -79,7 +79,7 @@ class World:
     def ours(
         self, module: nn.Module, **options: Any
     ) -> paceline.DistributedDataParallel:
-        """Wrap a module, which comes to the device first."""
+        """Move a module to the device and wrap it."""
         model = Reducing(module.to(self.device), **options)
         assert model._session.reducer is not None
         return model
@@ -90,14 +90,14 @@ class World:
         return wrapped
 
     def accumulating(self, module: nn.Module) -> paceline.DistributedDataParallel:
-        """Wrap a module so that 16-bit gradients are added up in float32."""
+        """Wrap a module so that 16-bit gradients are summed in float32."""
         try:
             return self.ours(module, accumulate_in_fp32=True)
         except TypeError as error:
             raise Skip(f"this build has no such option: {error}") from None
 
     def taken(self) -> int:
-        """Bytes of the GPU that are in use; of a simulated one, the objects there."""
+        """Return the used bytes of the GPU, or the live objects of a simulated one."""
         if is_fake():
             return int(simulated().fake().fake_live_objects())
         torch.cuda.empty_cache()
@@ -105,7 +105,7 @@ class World:
         return total - free
 
     def count_calls(self, *names: str) -> list[int]:
-        """How often functions of a simulated CUDA were called; none of a real one."""
+        """Return the calls of functions of simulated CUDA; [] on a real GPU."""
         if not is_fake():
             return []
         return [simulated().fake().fake_count(name.encode()) for name in names]
@@ -113,24 +113,24 @@ class World:
     # ---- values ---------------------------------------------------------------------
 
     def generator(self, seed: int = 0) -> torch.Generator:
-        """Random numbers of this rank's own, the same in every run."""
+        """Return a generator of this rank's random numbers, equal in every run."""
         return torch.Generator().manual_seed(1000 * seed + self.rank)
 
     def integers(self, *shape: int, seed: int = 0, high: int = 5) -> Tensor:
-        """Small whole numbers, other ones on each rank: sums of them are exact."""
+        """Return small integers, different on each rank: sums of them are exact."""
         g = self.generator(seed)
         return (
             torch.randint(-high, high + 1, shape, generator=g).float().to(self.device)
         )
 
     def mean(self, tensor: Tensor | None, like: Tensor) -> Tensor:
-        """The mean over the ranks, None counting as zeros: by hand, on the CPU."""
+        """Return the mean over ranks by hand, on the CPU; None counts as zeros."""
         return self.means([tensor], [like])[0]
 
     def means(
         self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The mean of each, of what the ranks tell each other once."""
+        """Return the mean of each tensor, with a single exchange between ranks."""
         mine = [
             torch.zeros_like(like) if t is None else t.detach()
             for t, like in zip(tensors, likes, strict=True)
@@ -160,7 +160,7 @@ class World:
 
 
 def take_device() -> torch.device:
-    """The GPU of this process; simulated ones have their tensors on the CPU."""
+    """Return this process's GPU; tensors of simulated ones are on the CPU."""
     torch.set_num_threads(1)
     if is_fake():
         return torch.device("cpu")
@@ -170,7 +170,7 @@ def take_device() -> torch.device:
 
 
 def be_exact(on: bool) -> None:
-    """Have torch take kernels that give the same bits in each run, and full fp32."""
+    """Have torch use deterministic kernels and full fp32 precision."""
     torch.use_deterministic_algorithms(on, warn_only=True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = on
@@ -185,6 +185,6 @@ def be_exact(on: bool) -> None:
 
 
 def timing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the function of a check that measures: torch's defaults hold in it."""
+    """Mark a check's function that measures: it runs with torch's defaults."""
     function.is_exact = False  # type: ignore[attr-defined]
     return function

@@ -1,4 +1,4 @@
-"""A training loop with accelerate: accumulation, clipping, joins, states saved."""
+"""A training loop with accelerate: accumulation, clipping, joins, saved states."""
 
 import argparse
 import itertools
@@ -77,7 +77,7 @@ def train(accelerator, out, resume):
 
 
 def forward_twice_without_sync(accelerator):
-    """Accumulate by hand, and ask for the average in the last backward."""
+    """Accumulate by hand, and request the average in the last backward."""
     model, optimizer, loader, _ = make_all(accelerator)
     batches = list(itertools.islice(loader, 6))
     losses = []
@@ -103,9 +103,9 @@ def step(accelerator, model, optimizer, images, labels):
 
 
 def join_uneven(accelerator):
-    """Let rank 1 have a batch fewer than rank 0, by torch's Join.
+    """Give rank 1 a batch fewer than rank 0, with torch's Join.
 
-    (On CPUs accelerate's own join_uneven_inputs only says that it does nothing.)
+    (On CPUs accelerate's join_uneven_inputs only warns that it does nothing.)
     """
     model, optimizer, _, _ = make_all(accelerator, nn.LayerNorm)
     rank = accelerator.process_index

@@ -1,4 +1,4 @@
-"""What a cell of a notebook does: accelerate starts the ranks of a function."""
+"""A notebook's cell, in which accelerate runs a function on ranks."""
 
 import argparse
 

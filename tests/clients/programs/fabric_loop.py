@@ -1,4 +1,4 @@
-"""A loop with Lightning's Fabric, which runs this script again for rank 1."""
+"""A loop with Lightning's Fabric, which runs this script again as rank 1."""
 
 import argparse
 

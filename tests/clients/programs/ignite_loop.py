@@ -1,4 +1,4 @@
-"""ignite: ranks by idist.Parallel, auto_model, a trainer, a checkpoint."""
+"""ignite: ranks of idist.Parallel, auto_model, a trainer, a checkpoint."""
 
 import argparse
 

@@ -25,7 +25,7 @@ def loader(shuffle):
 
 
 class Classifier(L.LightningModule):
-    """The plain case, with a metric and with BatchNorm's buffers."""
+    """The usual case, with a metric and with BatchNorm's buffers."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Classifier(L.LightningModule):
 
 
 class Adversaries(L.LightningModule):
-    """A generator and its judge, stepped by hand in turn."""
+    """A generator and a discriminator, stepped by hand in turn."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class ByHand(Classifier):
 
 
 class Recorder(Callback):
-    """Adds what a rank has learnt to the rank's file."""
+    """Adds a rank's weights to the rank's file."""
 
     def __init__(self, out, title):
         self.out, self.title = out, title
@@ -168,7 +168,7 @@ def main():
     )
     if args.resume or args.strategy == "ddp_spawn":
         return
-    # The two need not know which parameters a backward leaves out.
+    # Each optimizer's backward leaves out the other's parameters.
     fit(
         args, "adversaries", Adversaries, f"{args.strategy}_find_unused_parameters_true"
     )

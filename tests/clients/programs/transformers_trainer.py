@@ -1,7 +1,7 @@
-"""transformers' Trainer: accumulation, evaluation, checkpoints of both meanings.
+"""transformers' Trainer: accumulation, evaluation, both kinds of checkpoints.
 
-With --replicas it finds two devices, and wraps by nn.DataParallel itself: it trains the
-same model on the same batches plainly and wrapped, and prints how.
+With --replicas the Trainer finds two devices and wraps with nn.DataParallel itself.  It
+trains the same model on the same batches plainly and wrapped, and prints the results.
 """
 
 import argparse
@@ -23,7 +23,7 @@ N_WORDS, LENGTH = 50, 12
 
 
 def sentences(n):
-    """Return sentences in which each word is its forerunner plus one or two."""
+    """Return sentences in which each word is the previous one plus one or two."""
     generator = torch.Generator().manual_seed(n)
     steps = torch.randint(1, 3, (n, LENGTH), generator=generator)
     words = steps.cumsum(1) % N_WORDS
@@ -46,7 +46,7 @@ def make_gpt(**options):
 
 
 class Tagger(nn.Module):
-    """BERT, whose pooler has no part in the loss."""
+    """BERT, whose pooler does not contribute to the loss."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ def arguments(folder, **options):
 
 
 def told_by(trainer):
-    """Return what a run logged of its losses, and the weights."""
+    """Return the losses that a run logged, and the weights."""
     history = [
         {k: row[k] for k in ("loss", "grad_norm", "eval_loss") if k in row}
         for row in trainer.state.log_history
@@ -97,7 +97,7 @@ def told_by(trainer):
 
 
 def train(out, resume):
-    """Train, save at half, evaluate; or go on from what was saved at half."""
+    """Train, save halfway, evaluate; or resume from the halfway checkpoint."""
     options = arguments(
         f"{out}/run",
         max_steps=6,
@@ -142,11 +142,11 @@ def train_with_unused_parameters(out):
 
 
 def train_on_devices(out, n_devices):
-    """Return how the Trainer has wrapped, and what it logged and learned."""
+    """Return the Trainer's wrapper, its logged losses and its weights."""
     options = arguments(
         out, per_device_train_batch_size=8 // n_devices, gradient_accumulation_steps=2
     )
-    options._n_gpu = n_devices  # as where torch finds two GPUs
+    options._n_gpu = n_devices  # as if torch found two GPUs
     model = make_gpt(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).double()
     trainer = Trainer(model=model, args=options, train_dataset=sentences(96))
     trainer.train()

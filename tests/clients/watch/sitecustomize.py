@@ -1,7 +1,7 @@
-"""Writes down each wrapper that a program makes: its rank and its class, a line each.
+"""Record each wrapper that a program makes, in a line with its rank and its class.
 
-Python imports this file by itself where its folder is on `PYTHONPATH`, so a program is
-watched without a word of it being changed, in every process that it starts.
+If this folder is on `PYTHONPATH`, Python imports this file automatically.  So a program
+is watched without changes, in every process that it starts.
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ FOLDER = os.environ.get("CLIENTS_WATCH")
 
 
 def watch(distributed):
-    """Have `torch.nn.Module` note each wrapper whose construction begins."""
+    """Have `torch.nn.Module` record each wrapper when its construction begins."""
     from torch.nn.modules.module import Module
 
     begin = Module.__init__
@@ -50,5 +50,5 @@ class Finder:
 
 
 if FOLDER:
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where a late one stands
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # prints stacks
     sys.meta_path.insert(0, Finder())
