@@ -1,6 +1,6 @@
-"""Benchmark of data parallelism on CPU: Paceline against torch's DDP over Gloo.
+"""Benchmark of data parallelism on CPUs: Paceline against torch's DDP over Gloo.
 
-    python tests/bench/bench_ddp.py                  all that is not by hand
+    python tests/bench/bench_ddp.py                  all but the manual ones
     python tests/bench/bench_ddp.py --quick          a minute or two: does it work?
     python tests/bench/bench_ddp.py --models mlp100m --malloc keep
     python tests/bench/bench_ddp.py --ranks 4        more ranks than cores
@@ -11,40 +11,40 @@
 
 What is measured, and how
 -------------------------
-steps       Whole training steps of several contestants that take turns inside the same
-            processes; `steps.py` says what makes it fair.  Before anything is timed,
-            everyone's gradients are compared with an average made by hand.
-memory      PSS of a rank, each contestant alone in processes of its own.
+steps       Whole training steps of several contestants that take turns in the same
+            processes; `steps.py` describes what makes this fair.  Before timing, all
+            contestants' gradients are compared with an average made by hand.
+memory      PSS of a rank, with each contestant alone in separate processes.
 
 A *group* is one set of fresh rank processes (a pair, with two ranks).  Each task is
 repeated in `--pairs` groups, and the groups of all models are interleaved, so that a
-slow quarter of an hour does not fall on one model alone.  Ratios are taken inside a
+slow quarter of an hour does not affect only one model.  Ratios are computed within a
 group and summarised over groups; see `stats.py`.  Figures of a busy
-machine are worth little: the load at the start of each group is part of the output.
+machine are of little use: the load at the start of each group is part of the output.
 
 Together or apart
 -----------------
-Two questions, two ways to time steps.  The other tasks are the same in both.
+There are two ways to time steps, for two questions.  Other tasks are equal in both.
 
 default     How much work is in each contestant's code?  All take turns in the same
-            processes, within seconds of each other, so load and heap are the same for
-            all and small differences show.  But the others' tensors keep the top of
-            the heap in use: glibc gives no memory back, and a step that frees and
-            allocates its gradients looks cheaper than it is for a user.
---apart     How long does a user's step take?  His processes hold one contestant, and
-            so do these: a group is one set of fresh processes for each contestant, one
-            after another, in an order shuffled for each group.  Steps now pay for what
-            malloc makes of them: where it trims the heap in each step, the next has to
-            fault all pages in anew (see the columns "system" and "faults").  The check
-            of gradients, which would change the heap, runs once a model beforehand,
-            in processes of its own.  Contestants are minutes apart, so load differs
-            more between them: intervals are wider.
+            processes, within seconds of each other, so load and heap are equal for all
+            and small differences show.  But the others' tensors keep the top of the
+            heap in use, so glibc returns no memory, and a step that frees and allocates
+            its gradients looks cheaper than it is for a user.
+--apart     How long does a user's step take?  A user's processes hold one contestant,
+            and so do these: a group is one set of fresh processes per contestant, one
+            after another, in a random order for each group.  Steps now include the cost
+            of malloc: if it trims the heap in each step, the next step has page faults
+            for all pages (see the columns "system" and "faults").  The check of
+            gradients, which would change the heap, runs before, once per model, in
+            separate processes.  Contestants are minutes apart, so load differs more
+            between them and intervals are wider.
 
-No contestant is tuned: each has its defaults, one intra-op thread a rank and the same
-environment.  `--malloc keep` changes glibc's thresholds for all alike.
+No contestant is tuned: each has its defaults, one intra-op thread per rank and the same
+environment.  `--malloc keep` changes glibc's thresholds for all contestants.
 
-Writes ddp-<ranks>r-<malloc>[-apart].json and .txt under --out.  The .json has all
-raw times and is written after each group; Ctrl-C reports what there is by then.
+Writes ddp-<ranks>r-<malloc>[-apart].json and .txt under --out.  The .json has all raw
+times and is written after each group; Ctrl-C reports the results so far.
 """
 
 from __future__ import annotations

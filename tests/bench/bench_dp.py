@@ -1,4 +1,4 @@
-"""Benchmark of DataParallel on the CPU: what replicas cost, and what ranks give.
+"""Benchmark of DataParallel on the CPU: the cost of replicas, and the gain of ranks.
 
     python tests/bench/bench_dp.py                    all models, a quarter of an hour
     python tests/bench/bench_dp.py --quick            a minute or two: does it work?
@@ -12,15 +12,15 @@ ranks     two ranks by `paceline.launch` in a `DistributedDataParallel`, each wi
           of the batch and its share of the threads.
 
 A *group* is a world of two fresh processes.  In it all contestants take short turns, in
-an order that is shuffled for each round; rank 1 sleeps in the turns of the first two.
-See `paceline._cli.bench.steps`.  A ratio is formed of two turns of one round, which are
-seconds apart; a group's ratio is the median over its rounds, and the table has the
-median over groups with the least and the most.  Above 1: faster than the plain module.
+a random order for each round; rank 1 sleeps in the turns of the first two.
+See `paceline._cli.bench.steps`.  A ratio is that of two turns of one round, which are
+seconds apart.  A group's ratio is the median over its rounds; the table has the median,
+minimum and maximum over groups.  Above 1 means faster than the plain module.
 Before a model is timed, `paceline.check` compares gradients with the plain module's.
 
-Threads that wait for one another suffer most from a busy machine.  `--quiet 0.1` waits
-before each group until others leave the cores alone, and repeats a group in which they
-took more than a tenth of them.
+Load slows down threads most that wait for each other.  `--quiet 0.1` waits before each
+group until other processes leave the cores free, and repeats a group in which they used
+more than a tenth of the cores.
 
 Writes dp.txt under --out.
 """
@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check(name: str) -> None:
-    """Compare gradients; in evaluation, for BatchNorm in training is each replica's."""
+    """Compare gradients in eval mode, as in training each replica has its BatchNorm."""
     spec = dp_models.BY_NAME[name]
     inputs, targets = spec.make_batch(torch.Generator().manual_seed(0))
     found = paceline.check(
@@ -88,7 +88,7 @@ def measure(plan: Plan) -> dict[str, dict[str, object]]:
 
 
 def busy_seconds() -> float:
-    """CPU time of all processes but this one and its children that have ended."""
+    """Return the CPU time of all processes without this one and its ended children."""
     words = Path("/proc/stat").read_text().split(maxsplit=9)
     user, nice, system, _idle, _disk, *more = map(int, words[1:9])
     busy = (user + nice + system + sum(more)) / 100
@@ -99,7 +99,7 @@ def busy_seconds() -> float:
 
 
 def share_of_others(call: Callable[[], object]) -> float:
-    """Call, and return the share of the cores that other processes took meanwhile."""
+    """Run `call`; return the share of the cores that other processes used meanwhile."""
     begin, busy = time.monotonic(), busy_seconds()
     call()
     seconds = (time.monotonic() - begin) * (os.cpu_count() or 1)
@@ -107,7 +107,7 @@ def share_of_others(call: Callable[[], object]) -> float:
 
 
 def run_quiet_group(args: argparse.Namespace, name: str, n_cores: int) -> Group:
-    """Run a group, when and until other processes take no more than they may."""
+    """Run a group on quiet cores; repeat it while other processes use too much."""
     found: Group = {}
     while True:
         while args.quiet < 1 and share_of_others(partial(time.sleep, 2)) > args.quiet:

@@ -1,12 +1,12 @@
-"""Host time of DataParallel on GPUs, on simulated CUDA: no GPU is timed.
+"""Host time of DataParallel on GPUs, with simulated CUDA: no GPU is timed.
 
     PYTHONPATH=tests python tests/bench/bench_dp_host.py [devices]
 
-For a transformer of 12 narrow layers and 50 convolutions with norms: milliseconds
-of the calling thread's CPU before replicas start, and in backward's nodes, which pack
-and sum; calls of the driver a step; beside it what torch's `replicate()` takes of the
-same model, without its transfers.  Segments are about as many as a large model has.
-The simulated driver copies as it is called: what is enqueued costs less on a GPU.
+The models are a transformer of 12 narrow layers, and 50 convolutions with norms, with
+as many segments as in a large model.  Prints the CPU milliseconds of the calling thread
+before replicas start and in backward's nodes, which pack and sum; the driver calls per
+step; and the time of torch's `replicate()` without transfers.  The simulated driver
+copies in the call, so enqueuing costs less on a GPU.
 """
 
 import importlib

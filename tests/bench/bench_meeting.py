@@ -1,8 +1,8 @@
-"""How long ranks take to meet at the end of a backward on GPUs: which parameters were
-used, and that none has failed; a few hundred bytes through the hosts' memory.
+"""Time the meeting of ranks at the end of a backward on GPUs, which exchanges the used
+parameters and failures: a few hundred bytes through the hosts' memory.
 
-Ranks that are on one host or pretend to be on several, over the loopback; in turns over
-shared memory and links, and over a group of Gloo's, which carried it before::
+Ranks are on one host, or claim to be on several, over the loopback.  Shared memory and
+links take turns with a Gloo group, which carried this data in earlier versions::
 
     python tests/bench/bench_meeting.py
 """
@@ -32,9 +32,9 @@ N_BLOCKS, N_MEETINGS, N_SETTLE = 9, 100, 10
 
 
 def connect(hosts: Hosts, by_group: bool) -> Any:
-    """Make a world over the default group, which it is to use for all or not at all."""
+    """Make a world over the default group, which it uses for all data or for none."""
     if by_group:
-        os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"  # as hosts without links
+        os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"  # as on hosts without links
     meeting = Meeting(dist.group.WORLD)
     meeting.exchange(None)
     if by_group:
@@ -46,7 +46,7 @@ def connect(hosts: Hosts, by_group: bool) -> Any:
 
 
 def meet(world: Any, n: int) -> tuple[float, float, float]:
-    """Return a meeting's microseconds, those of the CPU, and how often it slept."""
+    """Return the microseconds, CPU microseconds and sleeps of a meeting."""
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(n):
         world.wait(world.issue("all-reduce", "uint8", "max", 0, N_BYTES))
@@ -91,7 +91,7 @@ def main() -> None:
             pairs = [(ours[k], theirs[k]) for ours, theirs in blocks]
             ours, theirs = map(statistics.median, zip(*pairs, strict=True))
             line = f"  {ours:8.1f} -> {theirs:8.1f} {unit}"
-            if all(a > 0 for a, _ in pairs):  # some meetings find all ranks there
+            if all(a > 0 for a, _ in pairs):  # in some meetings no rank has to wait
                 low, _, high = statistics.quantiles([b / a for a, b in pairs], n=4)
                 line += f" ({low:.1f} to {high:.1f})"
             print(line)

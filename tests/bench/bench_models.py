@@ -1,4 +1,4 @@
-"""The models of `paceline bench`, and those that the tests alone time."""
+"""The models of `paceline bench`, and models that only the tests time."""
 
 import torch
 from paceline._cli.bench.models import (
@@ -21,14 +21,14 @@ __all__ = ["LEARNING_RATE", "Batch", "Transformer", "build_resnet18", "tokens"]
 
 
 class ManySmall(nn.Module):
-    """A thousand parameters of four elements: the cost of a parameter, not of bytes."""
+    """A thousand parameters of four elements: shows the cost per parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.terms = nn.ParameterList(torch.randn(4) for _ in range(1000))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a sum of products, so that each gradient is a tensor of its own."""
+        """Return a sum of products, so that each gradient is a separate tensor."""
         total = torch.zeros_like(x)
         for term in self.terms:
             total = torch.addcmul(total, term, x)

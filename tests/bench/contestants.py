@@ -1,4 +1,4 @@
-"""Who is compared.  Each is a way to wrap a module; nothing else differs."""
+"""The contestants.  Each is a way to wrap a module; nothing else differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def wrap_unrecorded(module: nn.Module) -> nn.Module:
-    """Wrap in Paceline's DDP without its recorder, which is made as the module is."""
+    """Wrap in Paceline's DDP without a recorder, which wrapping would create."""
     before = os.environ.get("PACELINE_RECORDER")
     os.environ["PACELINE_RECORDER"] = "0"
     try:
@@ -37,7 +37,7 @@ BY_DEFAULT = [FLOOR, TORCH, TORCH_VIEW, PACELINE]
 
 
 def split_names(parser: Any, text: str, known: Collection[str]) -> list[str]:
-    """Split a list with commas; every name must be known."""
+    """Split a list at commas; every name must be known."""
     names = list(known) if text == "all" else text.split(",")
     for name in names:
         if name not in known:

@@ -1,11 +1,11 @@
-/* counters.c - what it costs a rank to say what it does: the counters that peers and
- * tools read in shared memory.  `make bench-counters` builds and runs it.
+/* counters.c - the cost of a rank's counters in shared memory, which peers and tools
+ * read.  `make bench-counters` builds and runs it.
  *
  * step       pli_comm_record_activity: step, activity and thread, three relaxed stores
- * operation  what a second operation of the same kind costs more than its work: one
- *            empty all-reduce issued and done by a world of one rank, so counters, tag
- *            and wakeup, which no counter could be had without; a bucket is one or more
- * recorded   a whole step of four buckets in the recorder, with 20 looks at the clock
+ * operation  the fixed cost of another operation of the same kind: an empty all-reduce
+ *            issued and completed in a world of one rank, so its counters, tag and
+ *            wakeup, without which there are no counters; a bucket is one or more
+ * recorded   a whole step of four buckets in the recorder, with 20 reads of the clock
  */
 #include <stdio.h>
 #include <stdlib.h>

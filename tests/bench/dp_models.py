@@ -1,6 +1,6 @@
 """The models on which DataParallel is timed: from tiny steps to long ones.
 
-A batch here is that of a replica; all contestants train on two of them together.  See
+A batch here is that of one replica; all contestants train on two of them together.  See
 `paceline._cli.bench.models` for why the inputs are random and the learning rate small.
 """
 
@@ -29,7 +29,7 @@ class LastOfLSTM(nn.Module):
 
 
 class LoopOfGRUCells(nn.Module):
-    """A GRU cell of width 128, called in a loop of Python's, and scores at the end."""
+    """A GRU cell of width 128, called in a Python loop, and scores at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ class LoopOfGRUCells(nn.Module):
 
 
 def build_deep() -> nn.Module:
-    """200 layers of width 16 and a last one: 402 parameters, no work to speak of.
+    """Make 200 layers of width 16 and a last one: 402 parameters, hardly any work.
 
     Orthogonal weights with tanh carry values and gradients through so many layers;
-    with torch's own initialisation they would end as denormal numbers.
+    with torch's initialisation they would end as denormal numbers.
     """
     layers: list[nn.Module] = []
     for _ in range(200):
@@ -64,7 +64,7 @@ def spec(
     build: Callable[[], nn.Module],
     make_batch: Callable[[torch.Generator], Batch],
 ) -> ModelSpec:
-    """Make an entry; turns have a length in seconds, not in steps."""
+    """Make an entry; the length of turns is in seconds, not in steps."""
     return ModelSpec(name, title, build, make_batch, F.cross_entropy, steps_per_block=0)
 
 

@@ -1,9 +1,9 @@
-"""Runs a job in a group of fresh ranks, which `paceline.launch` starts and ends.
+"""Run a job in a group of fresh ranks, which `paceline.launch` starts and ends.
 
-Every rank is a fresh interpreter with one intra-op thread and the same environment,
-whoever the contestants are.  `malloc="keep"` asks glibc to keep freed memory instead of
-giving it back to the kernel: large tensors then need no new pages in each step.  A rank
-ends itself, with a traceback of all threads, when the job's time is over.
+Every rank is a fresh interpreter with one intra-op thread and the same environment, for
+all contestants.  With `malloc="keep"`, glibc keeps freed memory instead of returning it
+to the kernel: then large tensors do not need new pages in each step.  When the job's
+time is over, a rank ends itself, with a traceback of all threads.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ KEEP_TUNABLES = (
 
 @dataclass(frozen=True)
 class Job:
-    task: Callable[[Job], Figures]  # of steps.py
+    task: Callable[[Job], Figures]  # a function of steps.py
     ranks: int
     contestants: list[str]
     model: str
     blocks: int = 1  # turns that each contestant takes
     steps_per_block: int = 0  # timed steps of a turn; 0: the model's own number
     settle_steps: int = 2  # untimed steps before them
-    order_seed: int = 0  # of the order in which contestants take turns
+    order_seed: int = 0  # for the order of the contestants' turns
     limit_seconds: float = 300.0
-    namespaces: list[str] = field(default_factory=list)  # of each rank; none: its own
+    namespaces: list[str] = field(default_factory=list)  # by rank, if set
 
 
 def prepare_environment(malloc: str) -> None:
-    """Have ranks that start from now on use one thread, and the malloc asked for."""
+    """Set the variables of ranks that start later: one thread, and the malloc mode."""
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if malloc == "keep":

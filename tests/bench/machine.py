@@ -1,4 +1,4 @@
-"""What a figure was measured on: without it a figure says nothing."""
+"""The machine on which figures were measured, which readers need to judge them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TELLING = ("PACELINE_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "LD_PRELOAD
 
 
 def cpu_model() -> str:
-    """Return the processor's name as Linux knows it."""
+    """Return the processor's name as Linux reports it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "Model")):
             return line.split(":", 1)[1].strip()
@@ -31,22 +31,22 @@ def version(package: str) -> str | None:
 
 
 def memory_gib() -> float:
-    """Return the memory of the machine."""
+    """Return the memory of the machine in GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def load() -> float:
-    """Return the load of the last minute, at this moment."""
+    """Return the current load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that change what is measured, as far as they are set."""
+    """Return the environment variables that affect figures, if they are set."""
     return {k: v for k, v in os.environ.items() if k.startswith(TELLING)}
 
 
 def describe() -> dict[str, Any]:
-    """Return all that a reader needs to judge the figures."""
+    """Return all facts that a reader needs to judge the figures."""
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "cpu": cpu_model(),

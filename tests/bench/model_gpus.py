@@ -1,19 +1,19 @@
-"""A model, and no measurement: a step of DataParallel on 1 to 8 GPUs.
+"""A model, not a measurement: a step of DataParallel on 1 to 8 GPUs.
 
     python tests/bench/model_gpus.py
 
-It predicts how many times as fast as one GPU n of them are, each with as many rows as
-the one has: for torch's class, for ours, and for one process a GPU (DDP).  All that
-goes in stands in the tables below; what a real machine does is not known here.  Times
-are in milliseconds, sizes in MB.
+It predicts the speedup of n GPUs over one, each with as many rows as the one: for
+torch's class, for ours, and for one process per GPU (DDP).  All inputs are in the
+tables below.  It does not predict what a real machine does.  Times are in milliseconds,
+sizes in MB.
 
     torch's class  every forward: replicas made, parameters broadcast (NCCL), forwards
                    of n threads, all gradients reduced after backward (NCCL)
-    ours           parameters sent while replicas are made, in a chain; gradients while
-                   backward runs
-    DDP            gradients while backward runs; nothing is sent before
+    ours           parameters sent in a chain while replicas are made; gradients sent
+                   while backward runs
+    DDP            gradients sent while backward runs; no data before
 
-The Python of n forwards shares one interpreter lock in the first two.
+In the first two, the Python code of n forwards shares one interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 
 class Link(NamedTuple):
-    """What joins the GPUs: MB a millisecond and direction of one GPU, and a latency."""
+    """A link between GPUs: MB per ms and direction of one GPU, and a latency."""
 
     name: str
     mb_per_ms: float
-    nccl_share: float  # of that, by a ring of NCCL's
+    nccl_share: float  # the share of that in a ring of NCCL
     latency_ms: float
 
 
@@ -48,19 +48,19 @@ LINKS = (
     Link("NVLink, all to all", 250.0, 0.8, 0.01),
 )
 MODELS = (
-    # An A100, TF32, 800 images a second; Python: 161 modules of some 25 us.
+    # An A100, TF32, 800 images per second; Python: 161 modules of about 25 us.
     Model("ResNet-50", 64, 102.0, 161, 161, 27.0, 53.0, 4.0),
     # A transformer of 350M parameters in bf16 autocast, 24 layers, 8 x 1,024 tokens.
     Model("transformer 350M", 8, 1400.0, 320, 292, 55.0, 110.0, 9.0),
-    # Small: where the host decides.
+    # A small model, which the host limits.
     Model("MLP of 8 layers", 256, 34.0, 17, 16, 0.6, 1.2, 0.4),
 )
-# Measured beside an H200 with ResNet-50 in 4 replicas: docs/gpus.md.
-REPLICA_US_OF_TORCH = 22.0  # a module and replica, by torch's replicate()
+# Measured on the host of an H200, ResNet-50 in 4 replicas: docs/gpus.md.
+REPLICA_US_OF_TORCH = 22.0  # per module and replica, in torch's replicate()
 REPLICA_US_OF_OURS = 9.0
-NODE_US = 110.0  # a segment and replica: two nodes in Python, under the lock
-ADDED_US = 5.0  # a parameter: autograd adds what comes to replica 0's gradient
-FIRST_MB = 1.0  # of the segment whose gradients come last
+NODE_US = 110.0  # per segment and replica: two nodes in Python, under the lock
+ADDED_US = 5.0  # per parameter: autograd adds sums to replica 0's gradient
+FIRST_MB = 1.0  # the segment whose gradients come last
 
 
 def host_of_forwards(model: Model, n: int) -> float:
@@ -79,7 +79,7 @@ def torch_step(model: Model, link: Link, n: int) -> float:
 
 
 def our_step(model: Model, link: Link, n: int) -> float:
-    """Return the milliseconds of a step of ours."""
+    """Return the milliseconds of a step of our class."""
     if n == 1:
         return torch_step(model, link, 1)
     segment = max(min(model.mb / 6, 16.8), min(model.mb / 64, 33.6))
@@ -97,7 +97,7 @@ def our_step(model: Model, link: Link, n: int) -> float:
 
 
 def ddp_step(model: Model, link: Link, n: int) -> float:
-    """Return the milliseconds of a step of one process a GPU."""
+    """Return the milliseconds of a step with one process per GPU."""
     if n == 1:
         return torch_step(model, link, 1)
     ring = 2 * (n - 1) / n * model.mb / (link.mb_per_ms * link.nccl_share)

@@ -1,9 +1,9 @@
-"""Draws docs/speed.svg, the picture of the README, from a text of results/.
+"""Draw docs/speed.svg, the picture of the README, from a text of results/.
 
     python tests/bench/plot_readme.py            # writes docs/speed.svg
 
-A dot is the step time of one contestant in multiples of the step without any
-communication, with its interval over groups of processes; nothing is measured here.
+A dot is the step time of a contestant as a multiple of the step without communication,
+with its interval over groups of processes.  This script measures nothing.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ NAMES = {
     TORCH: "torch's DistributedDataParallel",
     PACELINE: "paceline.DistributedDataParallel",
 }
-COLOURS = {TORCH: "#d55e00", PACELINE: "#0072b2"}  # told apart by everybody
+COLOURS = {TORCH: "#d55e00", PACELINE: "#0072b2"}  # safe for colour-blind readers
 
 
 @dataclass(frozen=True)
 class Model:
-    """The ratios of one model's step times, by the two names that are compared."""
+    """The ratios of a model's step times, by the two names compared."""
 
     title: str
     ratios: dict[tuple[str, str], Interval]
 
 
 def read(text: str) -> tuple[str, list[Model]]:
-    """Return the lines on the machine, and the models that a text of results has."""
+    """Return the lines about the machine, and the models of a text of results."""
     head, *parts = text.strip().split("\n\n")
     models = []
     for part in parts:
@@ -67,7 +67,7 @@ def draw(head: str, models: list[Model], path: Path) -> None:
     axes.legend(frameon=False, loc="center right", fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    # From the left of the figure: the axes are too narrow for it.
+    # At the left edge of the figure: the axes are too narrow for it.
     figure.suptitle(note_of(head), x=0.01, ha="left", fontsize=8, color="#555555")
     metadata = {"Date": None, "Title": "Step times of torch and of Paceline"}
     figure.savefig(path, metadata=metadata, facecolor="white")
@@ -75,7 +75,7 @@ def draw(head: str, models: list[Model], path: Path) -> None:
 
 
 def draw_model(axes: Any, row: int, model: Model) -> None:
-    """Draw a row: two dots, the way between them, and how many times as fast."""
+    """Draw a row: two dots, the line between them, and the speedup."""
     dots = {name: model.ratios[name, FLOOR] for name in NAMES}
     ends = [dots[name].median for name in NAMES]
     axes.plot(ends, [row, row], color="#dddddd", linewidth=5, zorder=1)

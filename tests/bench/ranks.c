@@ -1,11 +1,11 @@
-/* ranks.c - what a step costs by the number of ranks: processes, on one host and on
- * several, whose leaders are joined by Unix sockets.  `make bench-ranks` builds and
- * runs it; `bench-ranks 16x4` measures 16 hosts of 4 ranks alone.
+/* ranks.c - the cost of a step by the number of ranks: processes on one host or on
+ * several, with Unix sockets between the hosts' leaders.  `make bench-ranks` builds and
+ * runs it; `bench-ranks 16x4` measures only 16 hosts of 4 ranks.
  *
- * A step is the reducer's own: a bucket's all-reduce (64 KiB, or none) and the flags'.
- * Ranks that outnumber the cores take turns on them, so the time of a step is also that
- * of the scheduler: beside it stands what a rank computes in it, and how often it
- * sleeps.
+ * A step is that of the reducer: all-reduces of a bucket (64 KiB, or none) and of
+ * flags. If there are more ranks than cores, they take turns, so the time of a step
+ * includes the scheduler's.  So the CPU time of a rank in a step, and its sleeps, are
+ * printed too.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,17 +23,17 @@
 enum {
     MOST_HOSTS = 64,
     N_WARM = 5,
-    RANK_STEPS = 20000, /* of all ranks of a world together */
+    RANK_STEPS = 20000, /* over all ranks of a world */
     MOST_STEPS = 2000,
     LEAST_STEPS = 50,
     BUCKET_BYTES = 64 << 10,
     N_OPS = 64
 };
 
-/* What the ranks of a world share; one of them measures the time. */
+/* Memory that the ranks of a world share; one of them measures the time. */
 typedef struct world {
     int n_hosts;
-    int n_ranks; /* of a host */
+    int n_ranks; /* per host */
     size_t n_elems;
     int n_steps;
     int pids[MOST_HOSTS][PL_MAX_RANKS];

@@ -1,7 +1,7 @@
-"""From the figures of all groups to a summary and a text table.
+"""Summarise the figures of all groups, and print them as a table.
 
-A group may lack a contestant, where a run with --apart was interrupted or one failed:
-each figure is over the groups that have it, a ratio over those that have both.
+If a run with --apart was interrupted or a contestant failed, a group may lack it.  Each
+figure is over the groups that have it, a ratio over those that have both.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def median(values: list[float]) -> float:
 
 
 def names_in(groups: list[Figures]) -> list[str]:
-    """The contestants of these groups, in the order of their registry."""
+    """Return the contestants of these groups, in the order of their registry."""
     present = {name for group in groups for name in group["contestants"]}
     return [name for name in contestants.WRAP if name in present]
 
 
 def ratios_of_p10(groups: list[Figures], a: str, b: str) -> list[float]:
-    """The ratio of two contestants' p10 in each group that has both."""
+    """Return the ratio of two contestants' p10 in each group that has both."""
     pairs = [
         (group["contestants"][a]["step_us"], group["contestants"][b]["step_us"])
         for group in groups
@@ -46,7 +46,7 @@ def ratios_of_p10(groups: list[Figures], a: str, b: str) -> list[float]:
 
 
 def summarise_contestant(groups: list[Figures], name: str) -> Figures:
-    """One line of the table: wall times in ms, CPU time in ms, page faults.
+    """Return a line of the table: wall times in ms, CPU time in ms, page faults.
 
     System time is a part of CPU time, and a mean over blocks; see `steps.py`.
     """
@@ -65,10 +65,10 @@ def summarise_contestant(groups: list[Figures], name: str) -> Figures:
 
 
 def summarise_steps(groups: list[Figures]) -> Figures:
-    """All that the table says about a model.
+    """Return all figures of the table about a model.
 
-    A ratio is taken of the two p10 of one group; its median and interval are over
-    groups.  `best` is the ratio of the best p10 of each, wherever they occurred.
+    A ratio is that of two p10 of one group; its median and interval are over groups.
+    `best` is the ratio of the best p10 of each, from any groups.
     """
     names = names_in(groups)
     lines = {name: summarise_contestant(groups, name) for name in names}
@@ -87,7 +87,7 @@ def summarise_steps(groups: list[Figures]) -> Figures:
 
 
 def mode(settings: Figures) -> str:
-    """How steps were timed; `bench_ddp.py` says what follows from it."""
+    """Return how steps were timed; `bench_ddp.py` describes the consequences."""
     if settings["apart"]:
         return "--apart, each contestant alone in processes of its own"
     return "together, contestants take turns in the same processes"
@@ -117,7 +117,7 @@ def machine_lines(machine: Figures) -> list[str]:
 
 
 def spread_of(groups: list[Figures]) -> str:
-    """Name what stands beside a median: of so few, a bootstrap gives them all."""
+    """Name the interval beside a median: with few groups a bootstrap is their range."""
     return "95 %" if len(groups) > 5 else "least, most"
 
 

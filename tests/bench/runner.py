@@ -1,8 +1,8 @@
-"""Plans the groups of processes, runs one after another, keeps what comes out.
+"""Plan the groups of processes, run one after another, keep the results.
 
-The plan is made whole before anything starts, so that the time that is left can be
-estimated.  Everything known is written down after each group: an interrupted run loses
-the group that was running and nothing else.
+The whole plan is made before the first group starts, so that the remaining time can be
+estimated.  All results are written after each group: an interrupted run loses only the
+group that was running.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ import steps
 from groups import Figures, Job, prepare_environment, run_group
 from paceline import RankError
 
-FIRST_GUESS_SECONDS = 5.0  # of a task that has not run yet: mostly the start of torch
+FIRST_GUESS_SECONDS = 5.0  # for a task that has not run yet: mostly torch's start
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A set of processes to come: what it is to do, what becomes of its figures."""
+    """A planned set of processes: its job, and the function for its figures."""
 
-    what: str  # for people
+    what: str  # for readers
     job: Job
     keep: Callable[[Figures], None]
 
     @property
     def kind(self) -> tuple[str, str, int, str]:
-        """What takes equally long has the same kind."""
+        """The kind; groups of one kind take equally long."""
         job = self.job
         return job.task.__name__, job.model, len(job.contestants), job.contestants[0]
 
 
 class Clock:
-    """How long the groups of each kind took, and so how long the rest will take."""
+    """The times of groups of each kind, to estimate the remaining time."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str, int, str], list[float]] = {}
@@ -52,7 +52,7 @@ class Clock:
         self.seconds.setdefault(planned.kind, []).append(seconds)
 
     def guess(self, planned: Planned) -> float:
-        """Seconds of a group: as its kind, else as its task, else a first guess."""
+        """Estimate a group's seconds by its kind, else its task, else a first guess."""
         of_task = [
             seconds
             for kind, each in self.seconds.items()
@@ -69,14 +69,14 @@ class Clock:
 
 
 class Bench:
-    """Runs the tasks, keeps what came out, writes it down after each group."""
+    """Runs the tasks, keeps the results, writes them after each group."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         apart = "-apart" if args.apart else ""
         where = f"-{args.hosts}hosts-{args.rate or 'unlimited'}" if args.hosts else ""
         self.path = args.out / f"ddp-{args.ranks}r-{args.malloc}{where}{apart}.json"
-        self.namespaces: list[str] = []  # of each rank, where there are several hosts
+        self.namespaces: list[str] = []  # by rank, if there are several hosts
         settings = {k: v for k, v in vars(args).items() if k != "out"}
         self.results: Figures = {
             "machine": {**machine.describe(), "environment": machine.environment()},
@@ -147,9 +147,9 @@ class Bench:
         return Planned(f"{model}, check", job, keep)
 
     def steps_apart(self, model: str, pair: int) -> Iterator[Planned]:
-        """Plan one group of one model: processes for each contestant, in any order.
+        """Plan a group of a model: processes for each contestant, in random order.
 
-        Contestants join the group one by one, so that it is of use before it is whole.
+        Contestants join the group one by one, so that a partial group is usable.
         """
         entry = self.results["models"][model]
         group: Figures = {}
@@ -180,7 +180,7 @@ class Bench:
         return Planned(f"memory, {model}, {contestant}", job, keep)
 
     def group(self, planned: Planned, rest: list[Planned], clock: Clock) -> None:
-        """Run one group; a failure is written down and the rest goes on."""
+        """Run one group; record a failure and continue with the rest."""
         job, what = planned.job, planned.what
         checked = "check" in self.results["models"][job.model]
         if job.task is steps.time_alone and not checked:
@@ -201,7 +201,7 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        """Write all that is known; the file is whole at any moment."""
+        """Write all results; the file is complete at any moment."""
         draft = self.path.with_suffix(".json.part")
         draft.write_text(json.dumps(self.results))
         draft.replace(self.path)

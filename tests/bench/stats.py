@@ -1,13 +1,13 @@
-"""The statistics of the benchmark: what is taken from the times of many steps.
+"""The statistics of the benchmark: figures from the times of many steps.
 
-A machine has other things to do, and they only ever make a step longer.  So the low end
-of the times is what the code can do, the median what it did on that day.  The 10th
-percentile is taken for comparisons: low enough to shed most noise, and, unlike the
-minimum, not a single lucky step.
+Other work on a machine can only make a step longer.  So the low end of the times shows
+what the code can do, and the median what it did on that day.  Comparisons use the 10th
+percentile: it is low enough to exclude most noise and, unlike the minimum, does not
+depend on a single lucky step.
 
-A ratio is formed inside a group of processes, where the contestants took turns under
-the same load.  Groups are independent of each other, so the uncertainty is found by
-resampling groups, not steps.
+A ratio is computed within a group of processes, in which the contestants took turns
+under the same load.  Groups are independent of each other, so the uncertainty comes
+from resampling groups, not steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Interval:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolated percentile; `share` is 0 to 100.
+    """Return the interpolated percentile; `share` is 0 to 100.
 
     >>> percentile([1.0, 2.0, 3.0], 50)
     2.0
@@ -44,8 +44,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def median_with_interval(values: Sequence[float]) -> Interval:
     """Return the median over groups and its 95 % percentile-bootstrap interval.
 
-    With five groups the interval is about the range of the five values: honest, and a
-    reason to ask for more groups where a small difference matters.
+    With five groups the interval is about the range of the five values.  If a small
+    difference matters, run more groups.
 
     >>> print(median_with_interval([1.5, 1.5, 1.5]))
     1.50 [1.50, 1.50]

@@ -1,35 +1,34 @@
-"""Times whole training steps of contestants inside one group of processes.
+"""Time whole training steps of contestants in one group of processes.
 
 A step is zero_grad() with its default, forward, loss, backward, and SGD without
-momentum: all that a training loop pays, so that work that a contestant moves from
-backward to elsewhere is seen too.
+momentum.  This is the whole cost in a training loop, so it includes work that a
+contestant moves out of backward.
 
 How the contestants are made equal
 ----------------------------------
-- Each has a model of its own in the same process, of the same seed, on the same inputs.
-- They take turns in blocks of a few steps, in an order that is shuffled anew for each
-  round and is the same on all ranks.  A block begins with a barrier and a few untimed
-  steps: caches and heap have just been used by someone else.
-- After a block, gradients are dropped by zero_grad(), whoever it was.
-- `none` has no barrier between its steps: it is the price of computing alone.  All
-  ranks still run it at the same time, side by side, and so share memory bandwidth and
-  caches as the others do, and can drift apart only within a block.  On a busy machine
-  that is kind to `none`: a rank that is disturbed delays nobody, while a step with
-  communication takes as long as its slowest rank.  Ratios to `none` are therefore
-  upper bounds.
+- Each has a separate model in the same process, with the same seed and inputs.
+- They take turns in blocks of a few steps, in a new random order for each round, which
+  is the same on all ranks.  A block begins with a barrier and a few untimed steps, as
+  another contestant has just used the caches and the heap.
+- After a block, zero_grad() drops gradients, for all contestants.
+- `none` has no barrier between its steps: it is the cost of computing alone.  All
+  ranks still run it at the same time, and so share memory bandwidth and caches as the
+  others do, and can drift apart only within a block.  A busy machine favours `none`: a
+  rank that is disturbed delays no other rank, while a step with communication takes as
+  long as its slowest rank.  Ratios to `none` are therefore upper bounds.
 - The garbage collector runs as it does for users.
 
-With --apart ratios to `none` are no bounds: its heap is another one, and its faults may
-be more than the others'.  `bench_ddp.py` says which question is answered by which way.
+With --apart, ratios to `none` are not bounds: its heap differs, and it may have more
+page faults than the others.  `bench_ddp.py` describes the questions of both ways.
 
-Every figure is a mean over the ranks.  Wall time is taken for each step.  One rank's
-clock alone would flatter whoever communicates: a rank that is woken late finds its
-peers ahead of it and need not wait in the next step, so its steps are long and short by
-turns, and the short ones would make the 10th percentile.  CPU time (user and system,
-all threads of a process, so including those of a communication library), system time
-alone and minor page faults are taken for each block and divided by its steps.  Kernels
-may split CPU time into user and system by what they find at each tick of some ms: the
-system time of a short block is rough, and only a mean over many blocks is of use.
+Every figure is a mean over the ranks.  Wall time is measured for each step.  The clock
+of a single rank would favour contestants that communicate.  If a rank wakes up late,
+its peers are ahead, and it need not wait in the next step.  So its steps are long and
+short in turn, and the short ones would determine the 10th percentile.  CPU time (user
+and system, of all threads of a process, including those of a communication library),
+system time and minor page faults are measured per block and divided by its steps.
+Kernels may split CPU time into user and system by samples every few ms: the system time
+of a short block is rough, and only a mean over many blocks is useful.
 """
 
 from __future__ import annotations
@@ -55,23 +54,23 @@ N_BATCHES = 4
 N_CHECKED_STEPS = 3
 MEMORY_STEPS = 5
 
-# Of the largest element of a gradient.  Two ranks give the same bits; with more, the
-# order of summation may differ, which is some units in the last place (6e-8).
+# Relative to the largest element of a gradient.  Two ranks give the same bits.  With
+# more, the order of summation may differ, by some units in the last place (6e-8).
 TOLERANCE = 1e-5
 
 
 @dataclass
 class Entry:
-    """A contestant at work: its model, its optimizer and its figures."""
+    """A running contestant: its model, its optimizer and its figures."""
 
     name: str
     spec: ModelSpec
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
-    step_ns: list[int] = field(default_factory=list)  # one a step
-    cpu_ns: list[float] = field(default_factory=list)  # one a block, of a step
+    step_ns: list[int] = field(default_factory=list)  # one per step
+    cpu_ns: list[float] = field(default_factory=list)  # per block: a step's mean
     system_s: list[float] = field(default_factory=list)  # as cpu_ns, in the kernel
-    faults: list[float] = field(default_factory=list)  # one a block, of a step
+    faults: list[float] = field(default_factory=list)  # per block: a step's mean
 
     def __post_init__(self) -> None:
         torch.manual_seed(MODEL_SEED)
@@ -121,7 +120,7 @@ class Entry:
 
 
 def make_batches(spec: ModelSpec) -> list[Batch]:
-    """The inputs of this rank: each rank has others, so that averaging matters."""
+    """Return this rank's inputs, which differ by rank, so that averaging matters."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     return [spec.make_batch(generator) for _ in range(N_BATCHES)]
 
@@ -129,13 +128,13 @@ def make_batches(spec: ModelSpec) -> list[Batch]:
 def check_gradients(
     spec: ModelSpec, entries: list[Entry], batches: list[Batch]
 ) -> dict[str, float]:
-    """Compare everyone's gradients with an average made by hand.
+    """Compare all contestants' gradients with an average made by hand.
 
-    Several steps are checked, for the first is special to most implementations.  Each
-    begins from the same parameters: a batch norm over few samples would make much of a
-    difference in the last place that the step before has left.
-    Returns the largest difference of each contestant, relative to the largest element
-    of the gradient, over all ranks; raises when it is too large.
+    Several steps are checked, since the first is special in most implementations.  Each
+    begins from the same parameters: a batch norm over few samples would amplify a
+    difference in the last place from the previous step.
+    Return the largest difference of each contestant, relative to the largest element of
+    the gradient, over all ranks; raise if it is too large.
     """
     bare = Entry(contestants.FLOOR, spec)
     communicating = [e for e in entries if e.name != contestants.FLOOR]
@@ -182,12 +181,12 @@ def time_in_turns(job: Job) -> dict[str, Any]:
 
 
 def time_alone(job: Job) -> dict[str, Any]:
-    """Time one contestant; nothing else has ever used these processes' heap."""
+    """Time one contestant; no other has used the heap of these processes."""
     spec = models.BY_NAME[job.model]
     batches = make_batches(spec)
     [name] = job.contestants
     entry = Entry(name, spec)
-    for batch in batches[:N_CHECKED_STEPS]:  # which the check has done elsewhere
+    for batch in batches[:N_CHECKED_STEPS]:  # in other modes the check does these
         entry.step(batch)
     time_blocks(job, [entry], batches)
     return figures_of([entry])
@@ -209,7 +208,7 @@ def time_blocks(job: Job, entries: list[Entry], batches: list[Batch]) -> None:
 
 
 def over_ranks(values: Sequence[float]) -> list[float]:
-    """Return the mean over ranks of each of these figures, which all ranks have."""
+    """Return the mean over ranks of each figure; all ranks call this."""
     mean = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(mean)
     return [round(value, 1) for value in (mean / dist.get_world_size()).tolist()]
@@ -233,10 +232,10 @@ def figures_of(entries: list[Entry]) -> dict[str, Any]:
 
 
 def pss_mib() -> float:
-    """The memory of this process while all ranks stand at the same point.
+    """Return this process's memory while all ranks are at the same point.
 
-    A page that n processes share counts as 1/n of a page: the resident set would count
-    shared buckets in full once for every rank.
+    A page that n processes share counts as 1/n page: the resident set would count
+    shared buckets in full for every rank.
     """
     dist.barrier()
     text = Path("/proc/self/smaps_rollup").read_text()
@@ -245,7 +244,7 @@ def pss_mib() -> float:
 
 
 def measure_memory(job: Job) -> dict[str, Any]:
-    """Memory of rank 0 with one contestant alone in the processes."""
+    """Return the memory of rank 0, with only one contestant in the processes."""
     spec = models.BY_NAME[job.model]
     batches = make_batches(spec)
     before = pss_mib()

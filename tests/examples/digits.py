@@ -1,4 +1,4 @@
-"""What the examples with digits share: the data, and a training that is recorded."""
+"""Shared by the examples with digits: the data, and a training with records."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SEED = 1
-BATCH = 64  # samples a step, all ranks or replicas together
-BLOCK = 11  # steps that one of the two takes before it is the other's turn
+BATCH = 64  # samples per step, over all ranks or replicas
+BLOCK = 11  # steps that one of the two takes before the other
 
 
 class Run:
-    """One of the two trainings: a model, its optimizer, what it recorded."""
+    """One of the two trainings: a model, its optimizer and its records."""
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         self.model = model
@@ -43,7 +43,7 @@ def take_turns(
     batches: list[tuple[Tensor, Tensor]],
     meet: Callable[[], object] = lambda: None,
 ) -> None:
-    """Let two trainings take blocks of steps in turn, beginning with either in turn."""
+    """Let two trainings take blocks of steps in turn; alternate which one begins."""
     for start in range(0, len(batches), BLOCK):
         first = len(runs[0].losses) // BLOCK % 2
         for run in runs[::-1] if first else runs:
@@ -53,7 +53,7 @@ def take_turns(
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Real digits, 8 x 8 pixels: training images, labels, test images, labels."""
+    """Return real digits, 8 x 8: training images and labels, test images and labels."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(
         images / 16, labels, test_size=0.2, random_state=SEED, stratify=labels
@@ -66,12 +66,12 @@ def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def batches_of_epoch(
     images: Tensor, labels: Tensor, epoch: int, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffle alike on all ranks; this rank's share of each batch."""
+    """Shuffle alike on all ranks; yield this rank's part of each batch."""
     order = torch.randperm(
         len(images), generator=torch.Generator().manual_seed(SEED + epoch)
     )
     for batch in order.split(BATCH):
-        if len(batch) == BATCH:  # the odd rest of an epoch is left out
+        if len(batch) == BATCH:  # skip the incomplete batch of an epoch
             mine = batch[rank::ranks]
             yield images[mine], labels[mine]
 
@@ -83,6 +83,6 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def largest_difference(a: nn.Module, b: nn.Module) -> float:
-    """The largest absolute difference between any two parameters or buffers."""
+    """Return the largest absolute difference between any parameters or buffers."""
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return max((p - q).abs().max().item() for p, q in pairs)

@@ -1,16 +1,16 @@
 """Train a small CNN on handwritten digits, once with torch's DDP, once with ours.
 
-The script starts its own ranks (two by default), so it is run like any other:
+The script starts its own ranks (two by default).  Run it like any other:
 
     python tests/examples/digits_ddp.py            about a minute
     python tests/examples/digits_ddp.py --quick    a few epochs, for a first look
 
-Every rank holds the same two models: one wrapped by torch's DistributedDataParallel,
-one by Paceline's.  They start from the same seed, see the same batches and take turns,
-a few steps each, so that whatever else the machine does slows both alike.  At the end
-the losses and the parameters of the two are compared, and their step times.
+Every rank has the same two models: one wrapped by torch's DistributedDataParallel, one
+by Paceline's.  They start from the same seed, get the same batches and take turns, a
+few steps each, so that other load on the machine slows both alike.  At the end the
+losses, the parameters and the step times of the two are compared.
 
-To use Paceline in a script of your own, only one name changes: `run_rank` shows where.
+To use Paceline in your own script, change one name: `run_rank` shows where.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Options:
 
 
 def build_model() -> nn.Module:
-    """Two convolutions and two linear layers, 152 thousand parameters."""
+    """Make two convolutions and two linear layers, with 152 thousand parameters."""
     torch.manual_seed(SEED)  # the same weights in both models, on every rank
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
-        nn.BatchNorm2d(32),  # its statistics are rank 0's, as in torch's DDP
+        nn.BatchNorm2d(32),  # with rank 0's statistics, as in torch's DDP
         nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1),
         nn.BatchNorm2d(64),
@@ -70,17 +70,17 @@ def build_model() -> nn.Module:
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
-    """Average each value with its like on the other ranks."""
+    """Average each value over ranks."""
     return paceline.mean(torch.tensor(values, dtype=torch.float64)).tolist()
 
 
 def agreement(ranks: int, steps: int) -> dict[str, float]:
-    """How many losses of the two trainings must agree, and how nearly.
+    """Return how many losses of the two trainings must agree, and how closely.
 
-    A sum of two numbers is the same in either order: up to two ranks, every bit is the
-    same to the end.  With more, the order of summation shows in the last bit of a
-    gradient; training amplifies that from step to step, so only the beginning can be
-    compared, up to rounding.
+    A sum of two numbers is the same in either order: on up to two ranks, all bits are
+    equal to the end.  With more ranks, the order of summation changes the last bit of a
+    gradient.  Training amplifies that from step to step, so only the first losses can
+    be compared, up to rounding.
     """
     if ranks <= 2:
         return {"compared_steps": steps, "loss_tolerance": 0.0}
@@ -88,8 +88,8 @@ def agreement(ranks: int, steps: int) -> dict[str, float]:
 
 
 def run_rank(rank: int, options: Options, folder: str) -> None:
-    """Everything that one rank does; rank 0 leaves `outcome.json` in `folder`."""
-    torch.set_num_threads(1)  # the ranks share the cores: one each
+    """Run one rank; rank 0 writes `outcome.json` to `folder`."""
+    torch.set_num_threads(1)  # one core per rank
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     dist.init_process_group(
         "gloo",
@@ -110,13 +110,13 @@ def run_rank(rank: int, options: Options, folder: str) -> None:
             losses = dict(zip(names, (theirs.losses[-1], ours.losses[-1]), strict=True))
             show_epoch(epoch, options.epochs, **losses)
 
-    # Over the ranks: the loss of whole batches, and step times.  One rank's clock alone
-    # would mislead, since a rank that was late finds the others waiting next time.
+    # Average losses and step times over ranks.  The clock of one rank would mislead,
+    # since a rank that was late finds the others waiting in the next step.
     losses = mean_over_ranks(theirs.losses), mean_over_ranks(ours.losses)
     seconds = mean_over_ranks(theirs.step_seconds), mean_over_ranks(ours.step_seconds)
 
-    # Every rank calls save, rank 0 writes.  Saved without the prefix "module.", the
-    # file fits the bare model; load(path) alone would return the state dict.
+    # Every rank calls save; rank 0 writes.  Without the prefix "module.", a bare model
+    # can load the file; load(path) alone would return the state dict.
     checkpoint = options.out / "digits.pt"
     paceline.save(ours.model, checkpoint, prefix="strip")
     dist.barrier()
@@ -138,8 +138,8 @@ def run_rank(rank: int, options: Options, folder: str) -> None:
         Path(folder, "outcome.json").write_text(json.dumps(asdict(outcome)))
     dist.barrier()
     dist.destroy_process_group()
-    # The group's threads outlive it, and torch's DDP now and then aborts a process that
-    # ends among them ("terminate called without an active exception"): end at once.
+    # The group's threads outlive it.  If a process ends while they run, torch's DDP may
+    # abort it ("terminate called without an active exception"): end at once.
     sys.stdout.flush()
     os._exit(0)
 
@@ -161,7 +161,7 @@ def parse_options() -> Options:
 
 
 def main() -> None:
-    """Start the ranks, wait for them, report, and fail if the result is not right."""
+    """Start the ranks, wait for them, report, and fail if the result is wrong."""
     options = parse_options()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

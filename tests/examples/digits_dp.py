@@ -1,13 +1,13 @@
-"""Train a small CNN on handwritten digits: the plain module, and DataParallel.
+"""Train a small CNN on handwritten digits: as a plain module, and by DataParallel.
 
     python tests/examples/digits_dp.py            half a minute
     python tests/examples/digits_dp.py --quick    a few epochs, for a first look
 
-One line wraps the model; the script stays an ordinary one, and starts no processes.
-Where there are GPUs it trains on all of them.  On the CPU it trains with two replicas
-that take turns: there the wrapper is for trying, testing and teaching such code.
+One line wraps the model.  The script is an ordinary one and starts no processes.  With
+GPUs it trains on all of them.  On the CPU it trains with two replicas that take turns,
+to try, test and teach such code.
 
-Two trainings start from the same seed, see the same batches and take turns, a few steps
+Two trainings start from the same seed, get the same batches and take turns, a few steps
 each.  At the end their losses, parameters, memory and step times are compared.
 """
 
@@ -30,9 +30,9 @@ from digits import (
 from digits_report import Outcome, Side, judge, plot, report, show_epoch
 from torch import Tensor, nn
 
-# The sums over a half of the batch are rounded otherwise than the sum over the whole.
-# Training amplifies that from step to step, to some 1e-6 here, so losses agree nearly,
-# and not for ever.  A mistake in a gradient would show in the first digits.
+# Sums over each half of a batch are rounded differently than the sum over the whole.
+# Training amplifies that from step to step, to about 1e-6 here, so losses agree nearly,
+# for a while.  A wrong gradient would change the first digits.
 COMPARED_STEPS = 330
 LOSS_TOLERANCE = 1e-4
 LR = 0.1
@@ -40,10 +40,10 @@ MIB = 2**20
 
 
 class Net(nn.Module):
-    """Two convolutions and two linear layers, 152 thousand parameters.
+    """Two convolutions and two linear layers, with 152 thousand parameters.
 
-    Without BatchNorm, whose statistics are those of a replica's half of the batch, and
-    smooth: a ReLU that one rounding turns off would tear the two trainings apart.
+    It has no BatchNorm, which would use statistics of each replica's half of the batch.
+    It is smooth: with a ReLU, a rounding near 0 could make the trainings diverge.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 def kept_for_backward(model: nn.Module, images: Tensor) -> float:
-    """MiB that a forward keeps for its backward, on the CPU: each memory once."""
+    """Return the MiB that a CPU forward keeps for backward; count aliases once."""
     n_bytes: dict[int, int] = {}
 
     def keep(saved: Tensor) -> Tensor:
@@ -76,12 +76,12 @@ def kept_for_backward(model: nn.Module, images: Tensor) -> float:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         scores = model(images)
-    assert scores.requires_grad  # the graph, and what it keeps, lived until here
+    assert scores.requires_grad  # keeps the graph and its tensors alive until here
     return sum(n_bytes.values()) / MIB
 
 
 def build_model() -> Net:
-    """Make the same weights each time."""
+    """Make a model with the same weights each time."""
     torch.manual_seed(SEED)
     return Net()
 
@@ -111,7 +111,7 @@ for epoch in range(epochs):
     take_turns((plain, ours), [*batches_of_epoch(train_x, train_y, epoch)])
     show_epoch(epoch, epochs, plain=plain.losses[-1], paceline=ours.losses[-1])
 
-# Saved without the prefix "module.", the file fits the bare model.
+# Without the prefix "module.", the bare model can load the file.
 checkpoint = options.out / "digits_dp.pt"
 paceline.save(dp, checkpoint, prefix="strip")
 loaded = build_model().to(device)

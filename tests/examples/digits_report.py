@@ -1,4 +1,4 @@
-"""What the examples with digits show: progress, figures, a plot, a verdict."""
+"""The output of the examples with digits: progress, figures, a plot, a verdict."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 
-WARM_UP = 11  # the first steps are not timed: memory and threads are still settling
-COLOURS = "#d55e00", "#0072b2"  # theirs and ours, told apart by everybody
+WARM_UP = 11  # the first steps are not timed: memory and threads are not settled
+COLOURS = "#d55e00", "#0072b2"  # theirs and ours, safe for colour-blind readers
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Two trainings to compare, and how nearly their losses must agree."""
+    """Two trainings to compare, and how closely their losses must agree."""
 
     theirs: Side
     ours: Side
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def loss_difference(self) -> float:
-        """The largest distance between the two loss curves, where they must agree."""
+        """The largest distance between the loss curves, over steps that must agree."""
         curves = np.subtract(self.theirs.loss, self.ours.loss)
         return float(np.abs(curves[: self.compared_steps]).max())
 
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def show_epoch(epoch: int, epochs: int, **losses: float) -> None:
-    """Show the last loss of both, as this process, the first rank, saw it."""
+    """Show the last loss of both trainings, as computed by this process, rank 0."""
     words = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
     print(f"epoch {epoch + 1:2d}/{epochs}  loss: {words}", flush=True)
 
@@ -77,7 +77,7 @@ def report(outcome: Outcome) -> None:
 
 
 def judge(outcome: Outcome, least_accuracy: float) -> list[str]:
-    """Every reason why the run is not as it should be; empty if all is well."""
+    """Return the problems of the run; an empty list if all is well."""
     faults = [
         f"{side.name}: test accuracy {side.accuracy:.2%} is below {least_accuracy:.0%}"
         for side in (outcome.theirs, outcome.ours)
@@ -101,7 +101,7 @@ def plot(outcome: Outcome, path: Path) -> None:
     times = outcome.timed_ms()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 
-    # One curve lies on the other: a broad line below, a thin one above it.
+    # The curves coincide: draw a broad line below, and a thin one above it.
     for side, colour, width in zip(sides, COLOURS, (4, 1.2), strict=True):
         left.plot(side.loss, color=colour, linewidth=width, label=side.name)
     left.set(xlabel="step", ylabel="training loss", yscale="log")

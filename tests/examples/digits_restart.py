@@ -1,19 +1,19 @@
-"""Train on handwritten digits, and go on where a rank or a host has died.
+"""Train on handwritten digits, and resume after a rank or a host has died.
 
     torchrun --nproc-per-node 2 --max-restarts 3 tests/examples/digits_restart.py
     torchrun --nnodes 1:3 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29400 tests/examples/digits_restart.py
 
-A rank that dies is an error on all others, within seconds: they end, torchrun starts
-new ones, on as many hosts as there are then, and these go on from the last checkpoint.
-For that the script does three things more than any other:
+If a rank dies, all others raise an error within seconds and end.  torchrun starts new
+ranks on the remaining hosts, which resume from the last checkpoint.  For that, the
+script does three things more than others:
 
-* it saves what training consists of: the model, the optimizer, how many steps are done;
+* it saves the state of the training: the model, the optimizer, the number of steps;
 * it begins where the checkpoint ends, if there is one;
-* which samples a step takes follows from its number alone, whatever the number of
-  ranks: so losses go on as if nothing had happened.
+* the number of a step alone determines its samples, with any number of ranks, so losses
+  continue as without the failure.
 
-The checkpoint is on a file system that all hosts share.
+The checkpoint must be on a file system that all hosts share.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ options = parser.parse_args()
 
 
 def rows_of_step(step: int, n_rows: int) -> torch.Tensor:
-    """Return the samples of a step, on all ranks together."""
+    """Return the samples of a step, over all ranks."""
     epoch, batch = divmod(step, n_rows // BATCH)
     shuffle = torch.Generator().manual_seed(SEED + epoch)
     return torch.randperm(n_rows, generator=shuffle)[batch * BATCH :][:BATCH]
@@ -70,7 +70,7 @@ options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
 for step in range(first_step, options.steps):
     rows = rows_of_step(step, len(train_x)).to(world.device)
     mine = rows[world.rank :: world.world_size]
-    # Ranks may have different numbers of rows: the mean over all rows is wanted.
+    # Ranks may have different numbers of rows: compute the mean over all rows.
     share = len(mine) * world.world_size / len(rows)
     loss = F.cross_entropy(model(train_x[mine]), train_y[mine]) * share
     optimizer.zero_grad()
@@ -83,7 +83,7 @@ for step in range(first_step, options.steps):
             losses.write(json.dumps(line) + "\n")
     if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
         state = {"model": model, "optimizer": optimizer, "n_steps": step + 1}
-        paceline.save(state, options.checkpoint)  # rank 0 writes, whole or not at all
+        paceline.save(state, options.checkpoint)  # rank 0 writes a whole file or none
 
 world.print(f"{options.steps} steps are done")
 torch.distributed.destroy_process_group()

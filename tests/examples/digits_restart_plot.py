@@ -1,10 +1,10 @@
-"""Draws what kills do to a training: the losses of two runs of `digits_restart.py`.
+"""Draw the effect of kills on a training: losses of two runs of `digits_restart.py`.
 
     python tests/examples/digits_restart_plot.py UNBROKEN BROKEN OUT.svg LABEL WORDS...
 
-UNBROKEN and BROKEN are what the example wrote by ``--losses``; a step that was taken
-again after a restart is in BROKEN twice.  LABEL is BROKEN's, and each further argument
-says what happened at a restart.
+The example writes UNBROKEN and BROKEN with ``--losses``; BROKEN has a step twice that
+was repeated after a restart.  LABEL is the label of BROKEN.  Each further argument
+describes a restart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import matplotlib as mpl
 
 
 def read(path: str) -> list[tuple[int, float]]:
-    """Return the steps of a file, in the order in which they were taken."""
+    """Return the steps of a file, in the order in which they ran."""
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows]
 

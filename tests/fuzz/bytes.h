@@ -1,9 +1,9 @@
-/* bytes.h - what the targets of tests/fuzz share: an input that is taken apart, and
- * what must hold after each.
+/* bytes.h - helpers of the targets of tests/fuzz: they take an input apart and check
+ * what must hold after each one.
  *
- * A target gives the bytes of an input to the code that reads them from another
- * process, by the same memory and sockets.  `make fuzz-bytes` has libFuzzer look for
- * inputs; tests/c/test_fuzz_corpus.c runs those that were kept.
+ * A target passes the bytes of an input to code that reads data of another process, by
+ * the same memory and sockets.  With `make fuzz-bytes`, libFuzzer searches for inputs;
+ * tests/c/test_fuzz_corpus.c runs the kept ones.
  */
 #ifndef PLT_BYTES_H
 #define PLT_BYTES_H
@@ -20,7 +20,7 @@ typedef struct bytes {
     size_t n;
 } bytes;
 
-/* The first n of them, or all that there are. */
+/* Takes the first n bytes, or all if there are fewer. */
 static inline bytes bytes_take(bytes *from, size_t n)
 {
     const bytes taken = {from->at, n < from->n ? n : from->n};
@@ -29,7 +29,7 @@ static inline bytes bytes_take(bytes *from, size_t n)
     return taken;
 }
 
-/* Writes the first n of them; what is missing stays as it is. */
+/* Writes the first n bytes; leaves the rest of `to` unchanged if there are fewer. */
 static inline void bytes_copy(bytes *from, void *to, size_t n)
 {
     const bytes taken = bytes_take(from, n);
@@ -50,7 +50,7 @@ static inline void must(int is_so)
         abort();
 }
 
-/* A file in memory, as long as is said. */
+/* Makes a file in memory of n_bytes, which begins with `content`. */
 static inline int bytes_file(bytes content, size_t n_bytes)
 {
     const int fd = memfd_create("bytes", MFD_CLOEXEC);
@@ -59,7 +59,7 @@ static inline int bytes_file(bytes content, size_t n_bytes)
     return fd;
 }
 
-/* The same before and after, where no descriptor is left open. */
+/* Counts open descriptors: equal before and after unless one was left open. */
 static inline int n_descriptors(void)
 {
     int n = 0;

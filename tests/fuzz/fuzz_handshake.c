@@ -1,5 +1,5 @@
-/* fuzz_handshake.c - the construction of a world of processes: rank 0 hears strangers
- * before rank 1, and rank 1 is answered by what says that it is rank 0.
+/* fuzz_handshake.c - the construction of a world of processes: strangers connect to
+ * rank 0 before rank 1 does, or one that claims to be rank 0 answers rank 1.
  */
 #include <pthread.h>
 #include <stddef.h>
@@ -12,7 +12,7 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 
-enum { HANDSHAKE_ANSWERS = 1 }; /* flag: the input is rank 0's, else a stranger's */
+enum { HANDSHAKE_ANSWERS = 1 }; /* flag: the input claims to be rank 0 */
 
 static const int handshake_pids[2] = {0, 0};
 
@@ -37,7 +37,7 @@ static int handshake_connect(const char *address)
     return fd;
 }
 
-/* Sends one packet, with descriptors of the listener, which is no shared memory. */
+/* Sends a packet with copies of the listener's descriptor, not of shared memory. */
 static void send_packet(int to, bytes packet, size_t n_fds, int listener)
 {
     const int fds[3] = {listener, listener, listener};
@@ -62,7 +62,7 @@ static void hear_stranger(const pli_listener *listener, const char *address,
                           bytes *from)
 {
     const pli_shm_options options = handshake_options(0);
-    /* "pl-hello": rank 1, as it should */
+    /* "pl-hello": the correct request of rank 1 */
     const pli_handshake_join request = {.magic = UINT64_C(0x6f6c6c65682d6c70),
                                         .rank = 1};
     const bytes word = {(const uint8_t *)&request, sizeof request};

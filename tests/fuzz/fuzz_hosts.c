@@ -1,5 +1,5 @@
-/* fuzz_hosts.c - the leader of host 1 of three, and what the two others send it:
- * notices, and heads with the bytes behind them.
+/* fuzz_hosts.c - the leader of host 1 of three, and the data that the two others send:
+ * notices, and heads followed by their bytes.
  */
 #include <sys/socket.h>
 
@@ -13,11 +13,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 enum {
     HOSTS_N = 3,
     HOSTS_ME = 1,
-    HOSTS_BIG = 1 << 14, /* elements: of a range that is shared out */
+    HOSTS_BIG = 1 << 14, /* elements of a range that ranks divide */
     HOSTS_WAITS = 20
 };
 
-/* ends[s]: where the input writes; fds[s]: what the leader has. */
+/* The input writes to ends[s]; the leader has fds[s]. */
 static void connect_hosts(int *fds, int *ends)
 {
     for (int s = 0; s < HOSTS_N * PLI_N_LINK_STREAMS; s++) {
@@ -36,7 +36,7 @@ static void close_sockets(const int *fds)
             (void)close(fds[s]);
 }
 
-/* Runs of bytes: which socket, how often, how many, and these. */
+/* Sends runs of bytes; the input gives the socket, the repeats, the size, the bytes. */
 static void send_runs(const int *ends, bytes *from)
 {
     while (from->n > 0) {

@@ -1,5 +1,5 @@
-/* fuzz_rows.c - the exchange of rows, where the other rank's counts and row numbers are
- * the input's.
+/* fuzz_rows.c - the exchange of rows; the input gives the other rank's counts and row
+ * numbers.
  */
 #include "bytes.h"
 #include "reducer/sparse_exchange.h"
@@ -44,7 +44,7 @@ static pl_status rows_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 static const pl_comm_ops rows_ops = {
     .name = "rows", .issue = rows_issue, .progress = rows_progress, .wait = rows_wait};
 
-/* Takes the union as its users do: as rows of the table. */
+/* Takes the union as its callers do: as rows of the table. */
 static void take_union(pl_exchange *exchange, const pl_table *tables, void **rooms)
 {
     for (size_t t = 0; t < ROWS_TABLES; t++) {

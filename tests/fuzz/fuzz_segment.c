@@ -1,5 +1,5 @@
-/* fuzz_segment.c - rank 1 of two in a segment that rank 0 has written: its header, who
- * has failed, and the other rank's counters, words and tags.
+/* fuzz_segment.c - rank 1 of two in a segment that rank 0 has written: its header, the
+ * failed ranks, and rank 0's counters, messages and tags.
  */
 #include "bytes.h"
 #include "comm/shm_comm.h"
@@ -10,15 +10,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 
 enum { SEGMENT_RANKS = 2, SEGMENT_ARENA = 4096, SEGMENT_OPS = 64 };
 
-/* What a flag of the first byte asks for. */
+/* The flags of the input's first byte. */
 enum {
     SEGMENT_IS_RAW = 1,
     SEGMENT_IS_CUT = 2,
     SEGMENT_RECOVERS = 4,
-    SEGMENT_HAS_NO_END = 8 /* of the other rank's words */
+    SEGMENT_HAS_NO_END = 8 /* the other rank's message does not end */
 };
 
-/* Words that are promised are waited for; here they never come. */
+/* Ends the wait for messages that are announced: here they never come. */
 static void settle_words(pli_rank *rank)
 {
     rank->n_writes &= ~1u;
@@ -26,7 +26,7 @@ static void settle_words(pli_rank *rank)
         rank->message_state = PLI_MESSAGE_READY;
 }
 
-/* A descriptor of memory with a sound header, but for what the input puts there. */
+/* Makes a segment with a valid header, except for the parts that the input writes. */
 static int write_segment(unsigned flags, bytes *from)
 {
     pli_shm_segment made;
@@ -48,7 +48,7 @@ static int write_segment(unsigned flags, bytes *from)
     return fd;
 }
 
-/* Calls all that reads what the other rank has written. */
+/* Calls all functions that read data of the other rank. */
 static void use_comm(pli_shm_comm *comm, unsigned flags, const uint64_t *failures)
 {
     const pl_op op = {.kind = PL_ALL_REDUCE, .dtype = PL_F32, .n_elems = 10};

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs libFuzzer's programs one after the other, for so many seconds together; the exit
-# status is 1 where one has found something.  New inputs, what broke a target, and what
-# libFuzzer said stay in the programs' folder.
+# Runs libFuzzer's programs one after the other, for SECONDS together.  Exits with 1 if
+# one has found a fault.  New inputs, inputs that broke a target, and libFuzzer's output
+# stay in the programs' folder.
 #
-#     run.sh --can COMPILER       fails, and says so, where COMPILER has no libFuzzer
+#     run.sh --can COMPILER       fails with a message if COMPILER has no libFuzzer
 #     run.sh SECONDS PROGRAM...
 set -uo pipefail
 

@@ -1,8 +1,8 @@
-"""What docs/image.md promises, tried in a container; started by run.py.
+"""Check the promises of docs/image.md in a container; run.py starts this.
 
-This is the first process of its namespaces: what a container leaves behind is its
-child, and the loopback that it has brought up is the only network.  buildah knows no
-ENTRYPOINT at a run: the words come from the image's configuration.
+This is the first process of its namespaces: it adopts processes that a container leaves
+behind, and the loopback that it has brought up is the only network.  `buildah run`
+ignores ENTRYPOINT, so the command comes from the image's configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from run import GROUP_ID, NOT_STARTED, USER_ID, run_started
 
 CONTAINER, *STORE = sys.argv[1:]
 SECONDS = 180  # a step that takes longer hangs
-OTHER = 4321  # a user whom the image does not know
+OTHER = 4321  # a user id that the image does not have
 
 TRAIN = """\
 import os
@@ -68,10 +68,10 @@ def configuration() -> dict[str, object]:
 def run_words(
     words: Sequence[str], env: dict[str, str], options: Sequence[str]
 ) -> list[str]:
-    """Return the command that runs what `docker run IMAGE WORDS` would."""
+    """Return the command that runs the same as `docker run IMAGE WORDS`."""
     entrypoint = configuration()["Entrypoint"]
     assert isinstance(entrypoint, list)
-    # Only the first process of a namespace reaps without being told to.
+    # Without this, only the first process of a namespace reaps others.
     env = {**env, "TINI_SUBREAPER": "1"}
     variables = [word for name in env for word in ("--env", f"{name}={env[name]}")]
     # Docker writes the container's name to /etc/hosts; buildah does not.
@@ -82,7 +82,7 @@ def run_words(
 def run(
     *words: str, env: dict[str, str] | None = None, options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in the container to its end; output and errors are one."""
+    """Run a command in the container to its end; its output includes its errors."""
     return run_started(
         run_words(words, env or {}, options), stdin=subprocess.DEVNULL, timeout=SECONDS
     )
@@ -94,7 +94,7 @@ def good(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def processes() -> dict[int, str]:
-    """Return the processes of this namespace but this one, without dead ones."""
+    """Return the live processes of this namespace, without this one."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -138,10 +138,10 @@ def server(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Do as `docker stop`: tell the first process, and after 10 seconds kill all.
+    """Do as `docker stop`: signal the first process, and after 10 seconds kill all.
 
-    Jupyter needs that now and then: it logs in its handler of SIGTERM, and goes on
-    serving where the signal comes while it logs a request.
+    Jupyter sometimes must be killed: it logs in its handler of SIGTERM, and continues
+    serving if the signal arrives while it logs a request.
     """
     for pid, name in processes().items():
         if name == "tini":
@@ -156,7 +156,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_healthy() -> bool:
-    """Return what the image's HEALTHCHECK says of the container."""
+    """Return the result of the image's HEALTHCHECK in the container."""
     health = configuration()["Healthcheck"]
     assert isinstance(health, dict)
     kind, *words = health["Test"]
@@ -199,7 +199,7 @@ def pip_is_held_to_the_torch_that_is_there(folder: Path) -> None:
 
 
 def answer_of(path: str, token: str = "") -> tuple[int, str]:
-    """Return status and text of Jupyter's answer; redirections are not followed."""
+    """Return the status and text of Jupyter's answer, without following redirects."""
     request = urllib.request.Request(f"http://127.0.0.1:8888{path}")
     if token:
         request.add_header("Authorization", f"token {token}")
@@ -228,7 +228,7 @@ def jupyter_answers_to_the_token_that_it_prints(folder: Path) -> None:
         status, text = answer_of("/lab", token)
         assert status == 200
         assert "JupyterLab" in text
-        assert "token" in answer_of("/lab")[1]  # the page that asks for it
+        assert "token" in answer_of("/lab")[1]  # the page asks for it
         assert is_healthy()
     assert not is_healthy()
     with server(folder, ready=ADDRESS, env={"JUPYTER_TOKEN": ""}) as match:
@@ -310,7 +310,7 @@ def make_key(path: Path) -> str:
 def ssh(
     folder: Path, *words: str, key: str = "key", login: str = "user", port: int = 22
 ) -> subprocess.CompletedProcess[str]:
-    """Log in over the loopback, with what this machine's users have left out."""
+    """Log in over the loopback, without this machine's user settings."""
     options = {
         "BatchMode": "yes",
         "IdentitiesOnly": "yes",
@@ -329,7 +329,7 @@ def ssh(
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> None:
-    # In the brackets are all the ways in that the server offers.
+    # The brackets list all login methods that the server offers.
     assert done.returncode == 255
     assert "Permission denied (publickey)." in done.stderr, done.stderr
 
@@ -366,7 +366,7 @@ def ssh_logs_in_the_user_by_key_alone(folder: Path) -> None:
 
 @check
 def ssh_takes_a_mounted_key_and_keeps_its_own(folder: Path) -> None:
-    # The known host of the second start is that of the first.
+    # The second start must have the host key of the first.
     public = folder / "authorized_keys"
     public.write_text(make_key(folder / "key"))
     public.chmod(0o644)
@@ -385,14 +385,14 @@ def ssh_takes_a_mounted_key_and_keeps_its_own(folder: Path) -> None:
 
 def main() -> int:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    # As in a container of Docker's.
+    # As in a container of Docker.
     Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("0")
     failed = 0
     for function in checks:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            folder.chmod(0o755)  # the container's user has a mount in it
+            folder.chmod(0o755)  # a mount for the container's user is in it
             try:
                 function(folder)
                 left = processes()

@@ -1,15 +1,15 @@
-"""Builds the image without a Docker engine, and tries what docs/image.md promises.
+"""Build the image without a Docker engine, and check the promises of docs/image.md.
 
     python tests/image/run.py            base, image, checks; `make image-test` is this
-    python tests/image/run.py --keep     the checks alone, on the image that is there
+    python tests/image/run.py --keep     only the checks, on the existing image
 
-Debian's buildah builds the Dockerfile as root, in a chroot, on a base that debootstrap
-makes: as bare as the images that the page names, without a torch.  The checks
-(checks.py) run in namespaces of their own: ports 22 and 8888 are free there, nothing
-else can be reached, and what a check leaves behind ends with them.
+Debian's buildah builds the Dockerfile as root, in a chroot.  debootstrap makes the base
+image, without torch and as minimal as the images that the page names.  The checks
+(checks.py) run in separate namespaces: ports 22 and 8888 are free there, no network can
+be reached, and processes that a check leaves end with the namespaces.
 
-build/image has the base, which is kept, and the containers, which are removed.  pip's
-configuration is taken along, so that the build finds packages where this machine does.
+build/image holds the base, which is kept, and the containers, which are removed.  The
+build uses pip's configuration of this machine, to find packages in the same places.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SUITE = "bookworm"
 PACKAGES = "ca-certificates,python3,python3-pip"
 BASE = "localhost/paceline-base"
 IMAGE = "localhost/paceline"
-USER_ID, GROUP_ID = 1234, 1235  # not the numbers that the image has by default
-NOT_STARTED = "sealing memfd copy: Device or resource busy"  # of no image's doing
+USER_ID, GROUP_ID = 1234, 1235  # not the image's default numbers
+NOT_STARTED = "sealing memfd copy: Device or resource busy"  # not the image's fault
 NEEDED = ("buildah", "debootstrap", "unshare", "ssh", "ip")
 
-# overlayfs and runc need more than a machine of CI may give; a chroot will do.
+# overlayfs and runc need more rights than a CI machine may have; a chroot suffices.
 os.environ["STORAGE_DRIVER"] = "vfs"
 os.environ["BUILDAH_ISOLATION"] = "chroot"
 STORE = ["--root", str(WORK / "storage"), "--runroot", str(WORK / "run")]
@@ -47,7 +47,7 @@ def say(text: str) -> None:
 
 
 def run_started(command: Sequence[str], **options: Any) -> Any:
-    """Run buildah, and once more if it could not start; output and errors are one."""
+    """Run buildah, again if it could not start; its output includes its errors."""
     options = {"stderr": subprocess.STDOUT, "cwd": ROOT, "text": True, **options}
     for is_last in (False, True):
         done = subprocess.run(command, stdout=subprocess.PIPE, **options)
@@ -66,7 +66,7 @@ def buildah(*words: str) -> str:
 
 
 def why_not() -> str:
-    """Return why nothing can be tried here; empty if it can."""
+    """Return why the checks cannot run here; "" if they can."""
     if os.geteuid() != 0:
         return "debootstrap and buildah's chroot need root"
     missing = [name for name in NEEDED if shutil.which(name) is None]
@@ -77,7 +77,7 @@ def why_not() -> str:
 
 
 def make_base() -> None:
-    """Make the base's image, from a tarball that is made once."""
+    """Make the base image, from a tarball that is made once."""
     tarball = WORK / f"{SUITE}.tar"
     if not tarball.exists():
         folder = WORK / SUITE
@@ -111,12 +111,12 @@ def pip_settings() -> dict[str, str]:
 
 
 def folders_of(settings: dict[str, str]) -> Iterator[Path]:
-    """Return the paths of this machine that pip's settings name."""
+    """Yield the paths of this machine that pip's settings name."""
     for value in settings.values():
         for word in value.split():
             path = Path(word.removeprefix("file://"))
             if path.is_absolute() and path.exists():
-                # An index's files lie beside its pages.
+                # The files of an index are beside its pages.
                 yield path.parent if path.name == "simple" else path
 
 
@@ -143,7 +143,7 @@ def build() -> None:
     if done.returncode != 0:
         say("\n".join(done.stdout.splitlines()[-20:]))
         sys.exit(f"image-test: the build failed; all of it is in {log}")
-    buildah("rmi", "--prune", "--force")  # the image before this one
+    buildah("rmi", "--prune", "--force")  # the previous image
 
 
 # ---- all of it -----------------------------------------------------------------------

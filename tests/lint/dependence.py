@@ -1,7 +1,7 @@
-"""Who may know whom: the folders of csrc/ and the packages of python/paceline.
+"""Allowed dependences between folders of csrc/ and packages of python/paceline.
 
-``rules.py`` runs these checks with its own.  Both tables say, for a folder, which
-others it may include or import besides itself; what is in no table is an error.
+``rules.py`` runs these checks with its own.  Both tables list, for a folder, the others
+that it may include or import.  A folder that is in no table is an error.
 """
 
 import ast
@@ -27,7 +27,7 @@ C_FOLDERS: dict[str, set[str]] = {
     "python/ddp": _CORE | {"python"},
     "python/dp": _CORE | {"python"},
 }
-# Files with rules of their own, in place of their folder's.
+# Files with separate rules, instead of those of their folder.
 C_FILES: dict[str, set[str]] = {
     "core/status": {"include"},
     "python/module": _CORE | {"python", "python/ddp", "python/dp"},
@@ -67,13 +67,13 @@ def includes(code: str) -> Iterator[tuple[int, str, str]]:
 
 
 def target_of(path: str, include: str) -> str:
-    """Return the path under csrc/ that a file there means by #include "include"."""
+    """Return the path under csrc/ of #include "include" in a file there."""
     folder = path.rpartition("/")[0]
     return include if "/" in include else f"{folder}/{include}"
 
 
 def check_includes(path: str, code: str) -> Found:
-    """Each file of csrc/ includes from its own folder, and from those that it may."""
+    """A file of csrc/ includes only from its own folder and from allowed ones."""
     folder = path.rpartition("/")[0]
     allowed = C_FILES.get(path.rpartition(".")[0], C_FOLDERS.get(folder))
     if allowed is None:
@@ -111,9 +111,9 @@ def module_of(path: str) -> str:
 
 
 def imports(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the dotted name, below paceline, of all that a text imports.
+    """Yield the line and the dotted name, below paceline, of each import of a text.
 
-    What stands under ``if TYPE_CHECKING:`` too.
+    This includes imports under ``if TYPE_CHECKING:``.
     """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -128,7 +128,7 @@ def imports(text: str) -> Iterator[tuple[int, str]]:
 
 
 def check_imports(path: str, text: str) -> Found:
-    """Each module imports from its own package, and from those that it may."""
+    """A module imports only from its own package and from allowed ones."""
     if not path.endswith(".py"):
         return
     package = package_of(module_of(path))
@@ -139,11 +139,11 @@ def check_imports(path: str, text: str) -> Found:
             yield line, "packages", words
 
 
-# ---- circles ------------------------------------------------------------------------
+# ---- cycles -------------------------------------------------------------------------
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Return a circle of a graph, if there is any."""
+    """Return a cycle of a graph, if there is one."""
     others = {name: targets - {name} for name, targets in edges.items()}
     try:
         graphlib.TopologicalSorter(others).prepare()
@@ -153,7 +153,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def include_circles(texts: dict[str, str]) -> list[list[str]]:
-    """Return a circle of includes among files of csrc/, given by path."""
+    """Return a cycle of includes among files of csrc/, given by path."""
     edges = {
         path: {target_of(path, n) for _, quote, n in includes(text) if quote == '"'}
         for path, text in texts.items()
@@ -162,9 +162,9 @@ def include_circles(texts: dict[str, str]) -> list[list[str]]:
 
 
 def import_circles(texts: dict[str, str]) -> list[list[str]]:
-    """Return a circle of imports among modules of paceline, given by path.
+    """Return a cycle of imports among modules of paceline, given by path.
 
-    Imports for type hints count too: a module whose types need another one knows it.
+    Imports for type hints count too: types of a module are a dependence.
     """
     modules = {module_of(path): text for path, text in texts.items()}
 

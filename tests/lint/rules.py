@@ -1,13 +1,13 @@
-"""The rules of this project that no other tool knows.
+"""The rules of this project that no other tool checks.
 
 Run from anywhere: ``python tests/lint/rules.py [root]``.  It prints
-``path:line: rule: what is wrong`` and exits with 1 when there is anything to print.
+``path:line: rule: what is wrong`` and exits with 1 if there is anything to print.
 
-Where a rule makes a piece of code worse, say so on the line, with the reason::
+If a rule makes a piece of code worse, lift it on the line, with the reason::
 
     _exit(1); /* lint: no-exit - a forked child that must not run our handlers */
 
-Functions of C are found by their form, `{` and `}` alone in the first column, which
+Functions of C are found by their form: `{` and `}` are alone in the first column, which
 clang-format guarantees.
 """
 
@@ -26,12 +26,12 @@ MAX_FILE_LINES = 500
 MIN_TEST_WORDS = 3
 BUDGET = "tests/lint/budget.toml"
 
-# rule: pattern, the only file where it may stand, words
+# rule: pattern, the only file that may contain it, message
 CALLS = {
     "no-getenv": (
         r"\b(secure_)?getenv\s*\(",
         "core/config.c",
-        "the environment is read in core/config.c alone",
+        "only core/config.c reads the environment",
     ),
     "no-print": (
         r"\b(v?printf|puts|putchar|perror)\s*\("
@@ -47,14 +47,14 @@ CALLS = {
     ),
 }
 
-# The path under csrc/ or tests/, the text; yields (line, rule, words).
+# Findings of a file: (line, rule, message).
 Found = Iterator[tuple[int, str, str]]
 COMMENT = r"//[^\n]*|/\*.*?\*/"
 LITERAL = r'"(?:\\.|[^"\\\n])*"' + r"|'(?:\\.|[^'\\\n])*'"
 
 
 def blank(text: str, *, literals: bool = True) -> str:
-    """Turn comments, and strings too, into spaces; every line keeps its number."""
+    """Replace comments, and also strings, by spaces; lines keep their numbers."""
 
     def spaces(match: re.Match[str]) -> str:
         if match[0][0] != "/" and not literals:
@@ -65,7 +65,7 @@ def blank(text: str, *, literals: bool = True) -> str:
 
 
 def line_of(text: str, position: int) -> int:
-    """Return the number of the line, from 1, that holds a position of the text."""
+    """Return the line number, from 1, of a position of the text."""
     return text.count("\n", 0, position) + 1
 
 
@@ -76,7 +76,7 @@ def check_file_size(path: str, text: str) -> Found:
 
 
 def check_function_size(path: str, text: str) -> Found:
-    """At most 60 lines a C function, from its first line to its closing brace."""
+    """A C function has at most 60 lines, from its first line to its closing brace."""
     lines = blank(text).splitlines()
     opened = None
     for at, line in enumerate(lines):
@@ -95,7 +95,7 @@ def check_function_size(path: str, text: str) -> Found:
 
 
 def check_calls(path: str, text: str) -> Found:
-    """Calls that one file alone may make, or none."""
+    """Some calls are allowed in only one file, or in none."""
     code = blank(text)
     for rule, (pattern, home, words) in CALLS.items():
         if path != home:
@@ -108,7 +108,7 @@ def check_includes(path: str, text: str) -> Found:
 
 
 def check_lock(path: str, text: str) -> Found:
-    """What Python calls by a table of the file takes the lock first."""
+    """Functions that Python calls by a table of the file take the lock first."""
     code = blank(text, literals=False)
     table = (
         r'\{\s*"\w*",\s*(?:\(\w+\)\s*)*(?:\(void \(\*\)\(void\)\))?(\w+)(?:,\s*(\w+))?'
@@ -136,7 +136,7 @@ def is_private(name: str) -> bool:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """Return the dotted names that an import names; of anything else, none."""
+    """Return the dotted names of an import; [] for any other node."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -158,7 +158,7 @@ def names_of_torch(tree: ast.AST) -> set[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return what `a.b.c` or `getattr(a.b, "c", ...)` spells; of anything else, ""."""
+    """Return the name in `a.b.c` or `getattr(a.b, "c", ...)`; "" for other nodes."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -173,7 +173,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def check_torch(path: str, text: str) -> Found:
-    """What of torch is private or differs by version is in _compat/ alone."""
+    """Only _compat/ uses private or version-dependent names of torch."""
     if path.startswith("_compat/") or not path.endswith(".py"):
         return
     tree = ast.parse(text)
@@ -184,7 +184,7 @@ def check_torch(path: str, text: str) -> Found:
             chains.append(name)
         for chain in chains:
             *owners, last = chain.split(".")
-            # A private owner of a use is found where that use is itself looked at.
+            # If the owner in a use is private, the use itself is found separately.
             is_import = isinstance(node, ast.Import | ast.ImportFrom)
             if is_private(last) or (is_import and any(map(is_private, owners))):
                 yield node.lineno, "torch-private", f"{chain} belongs into _compat/"
@@ -235,7 +235,7 @@ def find_overruns(root: Path) -> Iterator[str]:
     for path in [*root.glob("csrc/**/*.*"), *root.glob("python/**/*.py*")]:
         if budget and path.is_file() and path.suffix != ".pyc":
             parts = path.relative_to(root).parts[:-1]
-            # Packages count as one, but the halves of the binding.
+            # A package counts as one folder, except for the halves of the binding.
             name = "/".join(parts[: 3 if parts[0] == "python" else None])
             lines[name] = lines.get(name, 0) + path.read_text().count("\n")
     for name, n in lines.items():
@@ -244,7 +244,7 @@ def find_overruns(root: Path) -> Iterator[str]:
 
 
 def run(root: Path) -> list[str]:
-    """Return what is wrong under a root, one line a thing."""
+    """Return the findings under a root, one per line."""
     wrong = [*find_circles(root), *find_overruns(root)]
     for folder, glob, checks in TABLE:
         for path in sorted((root / folder).glob(glob)):

@@ -1,8 +1,8 @@
-"""Phrases that readers must read twice: in comments, strings and pages.
+"""Find phrases that readers must read twice, in comments, strings and pages.
 
 ``rules.py`` runs this check with its own.  In C and Python it reads comments and
-strings, in all other files the whole text; it skips fenced blocks and `code`.
-To allow a phrase on its line, write there `lint: words - ` and the reason.
+strings, in all other files the whole text.  It skips fenced blocks and `code`.
+To allow a phrase, write `lint: words - ` and the reason on its line.
 """
 
 import re
@@ -74,7 +74,7 @@ def check(path: str, text: str) -> Iterator[tuple[int, str, str]]:
         at = end
     code = r"(?ms)^ *```.*?^ *```$|`+[^`\n]*\n?[^`\n]*`+|\{[^{}\n]*\}"
     words = re.sub(code, lambda match: re.sub(r"\S", "\0", match[0]), words)
-    # Without what begins and ends a line: words of a phrase may stand on two.
+    # Drop the marks at both ends of a line: a phrase may span two lines.
     words = re.sub(r'(?m)^[ *#"/]+|(?:\\n)?[" ]*,?$|(?<= ) +', "", words)
     for match in PATTERN.finditer(words):
         line = words.count("\n", 0, match.start()) + 1

@@ -1,18 +1,17 @@
-"""Runs the tests with other Pythons and other torches, and writes a table of it.
+"""Run the tests with several versions of Python and torch, and write a table.
 
     python tests/matrix/run.py             every row; `make matrix` is this
     python tests/matrix/run.py 3.13        one row
     python tests/matrix/run.py --part parity/ddp --part unit 3.10
     python tests/matrix/run.py --torch 2.15.0rc1 3.13 -- tests/unit -k bucket
 
-A row is a Python, found on PATH or among pyenv's, and a torch; where that Python is
-not installed the row is skipped, and says so.  `make` installs each row into
-build/matrix/<Python>, as it does .venv, where the JUnit file of each part of the suite
-stays.  What follows `--` is pytest's, and runs instead of the parts.
+A row is a Python, found on PATH or in pyenv, and a torch.  If the Python is not
+installed, the row is skipped with a message.  `make` installs each row into
+build/matrix/<Python>, as it does .venv; the JUnit file of each part of the suite is
+kept there.  Arguments after `--` go to pytest, and run instead of the parts.
 
-build/matrix/table.md is written of all parts that have run, in this run or an earlier
-one, and names them; docs/versions.md is a copy of it.  Ends with 1 where a test has
-failed.
+build/matrix/table.md lists all parts that have run, in this run or an earlier one;
+docs/versions.md is a copy of it.  Exits with 1 if a test has failed.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from wheels import find_pythons  # noqa: E402
 
 WORK = ROOT / "build" / "matrix"
 
-# The oldest of each that we serve, one between, the newest; `t` is without the GIL.
+# The oldest of each that we support, some between, the newest; `t`: without a GIL.
 ROWS = {"3.10": "2.4.1", "3.12": "2.8.0", "3.13": "2.14.1", "3.14t": "2.14.1"}
 
-# The folders of tests/ that are run, each by itself.
+# The folders of tests/ to run, each in a separate pytest.
 PARTS = ["clients", "ranks", "parity/ddp", "parity/dp", "parity/upstream", "unit"]
 
 HEAD = """\
@@ -93,7 +92,7 @@ The result of each part when it last ran:
 
 @dataclass
 class Result:
-    """What a row has come to, or a part of it."""
+    """The result of a row or of one of its parts."""
 
     passed: int = 0
     failed: list[str] = field(default_factory=list)
@@ -113,14 +112,14 @@ def say(text: str) -> None:
 
 
 def install(name: str, python: Path, torch: str) -> Path | None:
-    """Make the row's environment; return its Python, or None where make fails."""
+    """Make the row's environment; return its Python, or None if make fails."""
     folder = WORK / name
     have = folder / "torch.txt"
     if have.exists() and have.read_text() != torch:
         shutil.rmtree(folder)
     words = [f"PYTHON={python}", f"TORCH={torch}", f"VENV={folder.relative_to(ROOT)}"]
     environment = {**os.environ, "PACELINE_WERROR": "1"}
-    environment.pop("MAKEFLAGS", None)  # those of the make that runs this
+    environment.pop("MAKEFLAGS", None)  # set by the make that runs this
     made = subprocess.run(["make", *words, "install"], cwd=ROOT, env=environment)
     if made.returncode != 0:
         return None
@@ -137,8 +136,8 @@ def versions(python: Path) -> tuple[str, str]:
 
 
 def reason_of(message: str) -> str:
-    """Return why a test was skipped, without what differs from test to test."""
-    words = message.partition(" does not pass it: ")  # what follows is output
+    """Return why a test was skipped, without the parts that differ between tests."""
+    words = message.partition(" does not pass it: ")  # cuts the output
     return re.sub(r"/\S*/", "", " ".join("".join(words[:2]).split())).replace(
         "|", "\\|"
     )
@@ -162,9 +161,9 @@ def junit_of(name: str, part: str) -> Path:
 
 
 def run_pytest(python: Path, junit: Path, words: list[str]) -> bool:
-    """Run some tests; tell whether all have passed.
+    """Run tests; return whether all have passed.
 
-    The JUnit file stays where pytest has come to its end.
+    The JUnit file is kept if pytest has finished.
     """
     junit.unlink(missing_ok=True)
     flags = ["-n", os.environ.get("JOBS", "2"), "--dist", "loadfile"]
@@ -177,7 +176,7 @@ def run_pytest(python: Path, junit: Path, words: list[str]) -> bool:
 
 
 def run_row(name: str, torch: str, parts: list[str], words: list[str]) -> bool:
-    """Install a row, and run its parts or what the words say; tell if all passed."""
+    """Install a row, run its parts or given tests; return whether all passed."""
     found = find_pythons().get(name)
     if found is None:
         say(f"Skipped: no python{name} here.")

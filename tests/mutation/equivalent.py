@@ -1,9 +1,9 @@
-"""Mutants that change nothing a program could see, each with its reason."""
+"""Mutants that change nothing that a program could see, each with the reason."""
 
 from mutants import all_mutants
 
-# Operators and their reason, and below it the places of which it holds: a file, a
-# function, a piece of its text.
+# Operators and a reason, followed by the places that it applies to: a file, a function,
+# a piece of its text.
 REASONS = """
 other stream, side stream, swap streams, drop order, drop reference: the new
 communicator's first collectives come behind on the same stream, and the host waits for
@@ -73,7 +73,7 @@ never: its gradients are put aside from their block as they come: only room is l
 
 
 def _places() -> list[tuple[str, str, str, list[str], str]]:
-    """Return path, function, piece of text, operators and reason of each place."""
+    """Return the path, function, piece of text, operators and reason of each place."""
     found = []
     for block in REASONS.strip().split("\n\n"):
         words, *lines = block.split("\n    ")
@@ -88,7 +88,7 @@ PLACES = _places()
 
 
 def equivalents() -> dict[str, str]:
-    """Return the reason of each mutant that is excused, by its name."""
+    """Return the reason of each equivalent mutant, by its name."""
     return {
         mutant.name: reason
         for mutant in all_mutants()

@@ -1,13 +1,13 @@
-"""Runs Python tests in forks of a process that has imported what is slow to import.
+"""Run Python tests in forks of a process that has imported the slow modules.
 
     python tests/mutation/forked_tests.py ROOT SITE FILE...
 
 imports the files and reads lines of JSON, each with a mutant's number, tests, the
-seconds that tests have taken before and whether the first that fails is enough; it
-answers each with a line: seconds and mutants reached by test, and the tests that
-failed.  Tests are those of the tree ROOT, and the package is the one in SITE, with all
-mutants built in.  PL_MUTANTS names the file that says which one is on; ranks are forked
-from one server for all.
+seconds that tests took before, and whether to stop at the first failure.  It answers
+each with a line: the seconds and the reached mutants by test, and the tests that
+failed.  Tests are from the tree ROOT, and the package is from SITE, with all mutants
+built in.  PL_MUTANTS names the file that selects the active mutant.  One server forks
+the ranks of all tests.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import switch
 import torch
 import torch._dynamo
 
-# A mutant may hang: what a test, and all, may take, and five times what they took.
+# A mutant may hang: limits for a test and for all, beside five times their usual time.
 SECONDS_A_TEST = 20
 SECONDS = 60
-UNKNOWN = 300  # of a test that has not run before
+UNKNOWN = 300  # for a test that has not run before
 
 
 class Watch:
-    """Notes how long each test takes, what it reaches, and which fail."""
+    """Records each test's time, the mutants that it reaches, and failures."""
 
     def __init__(self, request: dict[str, Any], found: Any) -> None:
         self._mutant, self._known = request["mutant"], request["known"]
@@ -44,7 +44,7 @@ class Watch:
         self._found.flush()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sort files by what their tests take; those of one file share fixtures."""
+        """Sort files by their tests' time; tests of one file share fixtures."""
         if self._known:
             items[:] = [item for item in items if item.nodeid in self._tests]
         takes: dict[str, float] = {}
@@ -61,7 +61,7 @@ class Watch:
                 os._exit(1)
             is_late.append(True)
             signal.alarm(10)
-            raise TimeoutError(item.nodeid)  # ends the ranks, too
+            raise TimeoutError(item.nodeid)  # this also ends the ranks
 
         is_late: list[bool] = []
         signal.signal(signal.SIGALRM, give_up)
@@ -102,9 +102,9 @@ def _run(request: dict[str, Any], found: Path) -> None:
 
 
 def _wait(child: int, seconds: float) -> bool:
-    """Wait for the end of a process; end it, and all that it started, when it is late.
+    """Wait for the end of a process; if it is late, end it and its children.
 
-    Tell whether it ended by itself, and well.
+    Return whether it ended by itself and without an error.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -118,7 +118,7 @@ def _wait(child: int, seconds: float) -> bool:
 
 
 def answer(request: dict[str, Any], found: Path) -> list[Any]:
-    """Run tests in a fork; return what is known of each then, and which failed."""
+    """Run tests in a fork; return the facts about each, and the failures."""
     found.write_text("")
     child = os.fork()
     if child == 0:
@@ -132,17 +132,17 @@ def answer(request: dict[str, Any], found: Path) -> list[Any]:
         one["test"]: [one["seconds"], one["reached"]] for one in told if "test" in one
     }
     failed = dict.fromkeys(one["failed"] for one in told if "failed" in one)
-    if not is_ended:  # by a signal, or too late
+    if not is_ended:  # it died by a signal, or was late
         begun = [one["begun"] for one in told if "begun" in one]
         failed[begun[-1] if begun else request["tests"][0]] = None
     return [runs, list(failed)]
 
 
 def _import_all(root: str, site: str, files: list[str]) -> None:
-    """Import the package with mutants and the tests; start the server of ranks."""
+    """Import the package with mutants, and the tests; start the server of ranks."""
     os.chdir(root)
     sys.path[:0] = [site, str(Path(root, "tests"))]
-    os.environ["PYTHONPATH"] = site  # of what the tests start
+    os.environ["PYTHONPATH"] = site  # for processes that the tests start
     import paceline._ddp.distributed
     from support import ranks
 

@@ -1,9 +1,8 @@
-"""One change to one place of one source, and how all of them are built in at once.
+"""A change of one place of a source, and one build that contains all of them.
 
-Every mutant is compiled into one build: an edit wraps its piece of the source in a
-question, `pl_mutant(7) ? changed : as it was`.  One word of a file that all processes
-map says which mutant is on, and a byte behind it for each mutant that its place was
-reached (switch.h, switch.py).
+An edit wraps its piece of the source in a condition, `pl_mutant(7) ? changed : as it
+was`.  All processes map one file: its first word selects the active mutant, and a byte
+behind it for each mutant records whether its place was reached (switch.h, switch.py).
 """
 
 from collections.abc import Iterable
@@ -12,28 +11,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-Edit = tuple[int, int, str, str]  # start, end, what goes before and behind; @: number
+Edit = tuple[int, int, str, str]  # start, end, text before and after; @: the number
 Place = tuple[str, str, int, int, str, tuple[Edit, ...]]
 """Function, operator, start, end, words, edits."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change to one piece of one source."""
+    """One change of one piece of one source."""
 
     path: str
     function: str
     operator: str
     start: int
     end: int
-    text: str  # what stands there
+    text: str  # the text at that place
     edits: tuple[Edit, ...]
-    n: int  # of those that read the same in this function, from 1
+    n: int  # its number among equal ones in this function, from 1
     line: int
 
     @property
     def name(self) -> str:
-        """What the mutant is called in tables: no line, so that it outlives edits."""
+        """The mutant's name in tables, without a line, so that it survives edits."""
         suffix = f" ({self.n})" if self.n > 1 else ""
         words = " ".join(self.text.split())
         return f"{self.path} {self.function}(): {self.operator}: {words}{suffix}"
@@ -57,7 +56,7 @@ def instrumented(source: str, mutants: Iterable[tuple[int, Mutant]]) -> str:
     for number, mutant in mutants:
         for start, end, before, behind in mutant.edits:
             before, behind = (s.replace("@", str(number)) for s in (before, behind))
-            # At one position: what ends there comes first, then the widest that begins.
+            # At one position, pieces that end come first, then the widest that begins.
             pieces.append((start, 1, -end, number, before))
             pieces.append((end, 0, -start, -number, behind))
     text, at = [], 0

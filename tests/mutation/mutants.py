@@ -1,25 +1,25 @@
-"""Where the code can be broken, in one place at a time.
+"""Places where the code can be broken, one at a time.
 
-The places are found by the form of the code, so that what is written later is found
-too.  On the GPU path:
+Patterns find the places by the form of the code, so they also find new code.  On the
+GPU path:
 
-- *drop order*: a call that records an event or makes something wait does nothing;
-- *drop event*: an operation is given no event to wait for, or none to record;
-- *other stream*: a call is given the legacy default stream in place of its own;
-- *side stream*: a call is given the device's own stream in place of the caller's;
-- *swap streams*: a call that orders two streams is given them the other way round;
-- *other slot*: the event of a ring's first slot is taken for that of another one;
-- *drop reference*: what keeps memory, or work on it, alive is not held or waited for.
+- *drop order*: a call that records an event or makes a stream wait does nothing;
+- *drop event*: an operation gets no event to wait for, or no event to record;
+- *other stream*: a call gets the legacy default stream instead of its stream;
+- *side stream*: a call gets the device's own stream instead of the caller's;
+- *swap streams*: a call that orders two streams gets them in reverse;
+- *other slot*: the event of a ring's first slot replaces that of another slot;
+- *drop reference*: an object that keeps memory, or work on it, alive is dropped.
 
-Where gradients, replicas, and what they carry pass on a CPU:
+In code for gradients, replicas and their data on a CPU:
 
-- *negate*: the condition of an `if` is its contrary;
+- *negate*: the condition of an `if` is negated;
 - *drop call*: a statement that is a call is left out;
-- *boundary*: `<` is `<=`;
-- *unequal*: `==` is `!=`;
-- *return*: a function that returns a status, a truth or a count does nothing but that.
+- *boundary*: `<` becomes `<=`;
+- *unequal*: `==` becomes `!=`;
+- *return*: a function only returns a fixed status, truth or count.
 
-Those of Python have operators of their own: python_mutants.py.
+For the operators of Python see python_mutants.py.
 """
 
 import re
@@ -35,7 +35,7 @@ from mutant import ROOT, Edit, Mutant, Place, mutants_at
 sys.path.insert(0, str(Path(__file__).parents[1] / "lint"))
 from rules import blank
 
-# The GPU path: what puts work on a stream, or decides when memory may be reused.
+# The GPU path: code that enqueues work, or decides when memory may be reused.
 GPU_SOURCES = [
     "csrc/backend/cuda.c",
     "csrc/backend/cuda_host.c",
@@ -62,7 +62,7 @@ CPU_SOURCES = [
 PY_SOURCES = ["python/paceline/_ddp/*.py", "python/paceline/_dp/**/*.py"]
 SOURCES = GPU_SOURCES + CPU_SOURCES + PY_SOURCES
 
-# Calls without which an order is lost.
+# Calls that order work: without them the order is lost.
 ORDERING = {
     "event_record",
     "event_wait",
@@ -80,14 +80,14 @@ ORDERING = {
     "pli_backend_await",
 }
 
-# ... in one source alone, whose own functions they are.
+# The same, but functions of a single source.
 ORDERING_IN = {
     "csrc/replicas/device_group.c": {"order", "record", "wait_for"},
     "csrc/replicas/device_group_refresh.c": {"order", "record", "wait_for"},
     "csrc/replicas/gradient_sum.c": {"record", "wait_for"},
 }
 
-# Calls that keep something alive, and what stands in their place.
+# Calls that keep an object alive, and their replacements.
 HOLDING = {
     "pli_cuda_backend_retain": "(void)0",
     "pl_reducer_n_posted": "SIZE_MAX",
@@ -103,7 +103,7 @@ STREAM = re.compile(
     r"(?:stream|side|on|then|waiter|made_on|by_member\[\w+\]"
     r"|streams\[(?:\w+|\w+\[\w+\]\.\w+)\])\)?"
 )
-# The device's own stream, where one can be had.
+# The device's own stream, where it can be reached.
 SIDES = {
     "csrc/backend/cuda.c": "(void *)as_cuda(backend)->side",
     "csrc/backend/cuda_host.c": "(void *)pli_cuda_side_stream(backend)",
@@ -113,12 +113,12 @@ SIDES = {
     " pli_cuda_side_stream(self->backend); })",
 }
 
-# Calls that put nothing anywhere: a stream in a list, a cast, an object.
+# Calls that enqueue nothing: a stream in a list, a cast, an object.
 PASSIVE = re.compile(r"pli_as_cu_\w+|event_as_cu|add_stream|list_moves|Py\w+")
 
 CALL = re.compile(r"(?<![\w>.])((?:\w+(?:\[\w+\])?(?:->|\.))*)([A-Za-z_]\w*)\(")
 KEYWORDS = {"if", "while", "for", "switch", "return", "sizeof", "defined"}
-# A statement that is a call, behind what may stand before one.
+# A statement that is a call, after a token that may precede one.
 STATEMENT = re.compile(
     r"(?:[;{}]|\)[ \t]*\n|\belse\b|\bdone:)\s*(?P<call>(?:\(void\))?"
     r"(?:\w+(?:\[\w+\])?(?:->|\.))*(?P<name>[A-Za-z_]\w*)\()"
@@ -131,7 +131,7 @@ EVENT = re.compile(r"\.(ready|done) = ([^,;}]+)|order(?:\.|->)(ready|done) = ([^
 
 @dataclass(frozen=True)
 class Call:
-    start: int  # of the expression, with the owners of the function called
+    start: int  # of the expression, with the objects before the function's name
     end: int
     name: str
     arguments: list[tuple[int, int]]
@@ -176,7 +176,7 @@ Found = tuple[str, int, int, tuple[Edit, ...]]  # operator, start, end, edits
 
 
 def either(start: int, end: int, other: str) -> tuple[Edit, ...]:
-    """Have another expression in the place of one."""
+    """Replace an expression by another one."""
     return ((start, end, f"(pl_mutant(@) ? ({other}) : (", "))"),)
 
 
@@ -185,7 +185,7 @@ def dropped(start: int, end: int) -> tuple[Edit, ...]:
 
 
 def closing(code: str, at: int) -> int:
-    """Return where what is open at a position, behind its bracket, is closed."""
+    """Return where the bracket is closed that opens just before a position."""
     depth = 1
     while depth > 0:
         depth += (code[at] in "([{") - (code[at] in ")]}")
@@ -194,7 +194,7 @@ def closing(code: str, at: int) -> int:
 
 
 def operand(code: str, at: int, step: int) -> tuple[int, int]:
-    """Return the operand of a comparison that begins, or ends, at a position."""
+    """Return the operand of a comparison that begins or ends at a position."""
     opened, closed = ("([{", ")]}") if step > 0 else (")]}", "([{")
     end, depth = at, 0
     while True:
@@ -244,7 +244,7 @@ def cpu_places(
 
 
 def side_of(path: str, body: str) -> str | None:
-    """Return what names the device's own stream in a function, if anything does."""
+    """Return the expression for the device's own stream in a function, if any."""
     for start, side in SIDES.items():
         variable = "backend" if "(backend)" in side else "self"
         if path.startswith(start) and re.search(rf"\b{variable}\b", body):
@@ -275,7 +275,7 @@ def gpu_places(path: str, code: str, first: int, last: int) -> Iterator[Found]:
                 yield "other slot", end - len("[slot]"), end, either(*slot, "0")
         if len(streams) == 2:
             pairs = [tuple(streams)]
-            if len(spans) == 4 and streams == spans[1::2]:  # each behind whose it is
+            if len(spans) == 4 and streams == spans[1::2]:  # with owners
                 pairs.append((spans[0], spans[2]))
             edits = tuple(
                 edit
@@ -316,7 +316,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 
 def context(source: str, code: str, at: int) -> str:
-    """Return the innermost call that holds a position, for words."""
+    """Return the innermost call that contains a position, for a description."""
     depth, start = 0, at
     while start > 0:
         start -= 1

