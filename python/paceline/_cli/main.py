@@ -6,10 +6,10 @@ The first word is a command's name; any other word is a Python program to run, s
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,7 +52,7 @@ Under a launcher:
   torchrun --nproc-per-node 2 -m paceline -m package.train [argument ...]
 """
 
-_STDOUT, _STDERR = 1, 2
+_STDOUT = 1
 _MODULE, _SCRIPT = "python -m paceline", "paceline"
 
 
@@ -73,84 +73,50 @@ def main() -> None:
     raise SystemExit(status)
 
 
+_COMMANDS = {
+    "bench": "bench.command",
+    "doctor": "doctor.command",
+    "run": "",
+    "top": "steps.top",
+    "trace": "steps.trace",
+}
+"""The module of each command, which is imported once the command is given."""
+_KNOWN = (*_COMMANDS, "--help", "--version")
+
+
 def _dispatch(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
-    if first in ("-h", "--help"):
-        print(_usage(), end="")
-        return 0
+    if module := _COMMANDS.get(first):
+        command = importlib.import_module(f"paceline._cli.{module}")
+        return int(command.main(arguments[1:], _program()))
     if first in ("-V", "--version"):
         print(f"paceline {paceline.__version__}")
         return 0
-    command = _COMMANDS.get(first)
     is_word = re.fullmatch(r"[\w-]+", first) and not os.path.exists(first)
-    if command is None and is_word and (question := meant(first, _KNOWN)):
+    if first == "run":
+        arguments = arguments[1:]
+    elif is_word and (question := meant(first, _KNOWN)):
         _refuse(f"unknown word {first}{question}")
-    return _run(arguments) if command is None else command(arguments[1:])
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_USAGE.format(program=_program()), end="")
+        return 0
+    return _run(arguments)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str]) -> NoReturn:
     """Replace this process by a Python program."""
     from paceline._cli import run
 
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(_usage(), end="")
-        return 0
     try:
         run.run(arguments)
     except run.UsageError as error:
         _refuse(str(error))
 
 
-def _doctor(arguments: list[str]) -> int:
-    from paceline._cli.doctor import command
-
-    # Pipes to other processes must not get the numbers of closed standard streams.
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
-        pass
-    os.close(fd)
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(_STDOUT, "w")
-    return command.main(arguments, _program())
-
-
-def _bench(arguments: list[str]) -> int:
-    from paceline._cli.bench import command
-
-    return command.main(arguments, _program())
-
-
-def _top(arguments: list[str]) -> int:
-    from paceline._cli.steps import top
-
-    return top.main(arguments, _program())
-
-
-def _trace(arguments: list[str]) -> int:
-    from paceline._cli.steps import trace
-
-    return trace.main(arguments, _program())
-
-
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "bench": _bench,
-    "doctor": _doctor,
-    "run": _run,
-    "top": _top,
-    "trace": _trace,
-}
-
-
-_KNOWN = (*_COMMANDS, "--help", "--version")
-
-
 def _program() -> str:
     """Return the command that the user typed to start this program."""
     is_script = Path(sys.argv[0]).name != "__main__.py"
     return _SCRIPT if is_script and sys.argv[0] != "-m" else _MODULE
-
-
-def _usage() -> str:
-    return _USAGE.format(program=_program())
 
 
 def _refuse(message: str) -> NoReturn:

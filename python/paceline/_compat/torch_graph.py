@@ -7,7 +7,7 @@ There are two vmaps: that of ``torch.func``, and an older one, which implements
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,16 +163,8 @@ def mask_of_shown(
     outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> bytes:
     """Return one byte per leaf: whether the graph of `outputs` contains it."""
-    return _mask(_nodes_behind(outputs), outputs, leaves)
-
-
-def _mask(
-    nodes: Iterable[Any],
-    outputs: Sequence[torch.Tensor],
-    leaves: Sequence[torch.Tensor],
-) -> bytes:
     found = {id(output) for output in outputs if output.is_leaf}
-    found |= {id(getattr(node, "variable", None)) for node in nodes}
+    found |= {id(getattr(node, "variable", None)) for node in _nodes_behind(outputs)}
     return bytes(id(leaf) in found for leaf in leaves)
 
 

@@ -13,11 +13,7 @@ from dataclasses import asdict
 
 import paceline
 from paceline._cli.doctor import apart, gpus, links, machine
-from paceline._cli.doctor.finding import (
-    Check,
-    Finding,
-    Status,
-)
+from paceline._cli.doctor.finding import Check, Finding, Status, count
 from paceline._cli.options import Parser
 
 DESCRIPTION = """\
@@ -45,6 +41,7 @@ CHECKS = (
 )
 
 _COLOURS = {Status.OK: "32", Status.WARNING: "33", Status.PROBLEM: "1;31"}
+_STDOUT, _STDERR = 1, 2
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
 _NAME_WIDTH = max(len(check.name) for check in CHECKS)
 _INDENT = " " * (len("problem") + 2 + _NAME_WIDTH + 2)
@@ -52,6 +49,12 @@ _INDENT = " " * (len("problem") + 2 + _NAME_WIDTH + 2)
 
 def main(arguments: Sequence[str], program: str) -> int:
     """Run ``doctor`` with its arguments; return the exit status."""
+    # Pipes to other processes must not get the numbers of closed standard streams.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(fd)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(_STDOUT, "w")
     parser = Parser(f"{program} doctor", DESCRIPTION, EPILOGUE)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object in place of text"
@@ -71,15 +74,11 @@ def verdict(findings: Sequence[Finding]) -> str:
     """Return the last line of the output."""
     n_problems = sum(finding.status is Status.PROBLEM for finding in findings)
     n_warnings = sum(finding.status is Status.WARNING for finding in findings)
-    counted = _counted(n_warnings, "warning")
+    counted = count(n_warnings, "warning")
     if n_problems:
         also = f" and {counted}" if n_warnings else ""
-        return f"This machine has {_counted(n_problems, 'problem')}{also}."
+        return f"This machine has {count(n_problems, 'problem')}{also}."
     return f"Paceline can train here, with {counted}." if n_warnings else "All is well."
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _show_text(findings: Iterator[tuple[Check, Finding]]) -> list[Finding]:

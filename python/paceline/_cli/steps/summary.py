@@ -16,6 +16,7 @@ from paceline import _environment, _recorder
 from paceline._recorder import Recording, Step
 
 _NS_A_MS = 1e6
+_OF_WHO = ("kind", "model", "rank", "world_size", "local_rank", "host", "pid", "device")
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,7 @@ def row_of(recording: Recording) -> RankRow:
     times = step_times(steps)
     median = statistics.median(times) if times else None
     return RankRow(
-        kind=who["kind"],
-        model=who["model"],
-        rank=who["rank"],
-        world_size=who["world_size"],
-        local_rank=who["local_rank"],
-        host=who["host"],
-        pid=who["pid"],
-        device=who["device"],
+        **{name: who[name] for name in _OF_WHO},
         step=now.step,
         steps=len(steps),
         step_ms=median / _NS_A_MS if median else None,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from paceline._cli.options import Parser
 from paceline._cli.steps import summary
-from paceline._recorder import Recording
 
 DESCRIPTION = """\
 Shows the jobs of this user that train with Paceline on this host: for each rank its
@@ -89,9 +88,5 @@ def _look(options: argparse.Namespace) -> tuple[list[summary.Job], list[str]]:
     try:
         return summary.jobs(recordings), problems
     finally:
-        _close(recordings)
-
-
-def _close(recordings: Sequence[Recording]) -> None:
-    for recording in recordings:
-        recording.close()
+        for recording in recordings:
+            recording.close()
