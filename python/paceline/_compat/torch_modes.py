@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._device import DeviceContext
 
-
-def _zero() -> int:
-    return 0
-
-
-def _none(*_: Any) -> None:
-    return None
-
-
-def _yes() -> bool:
-    return True
-
-
 _C = torch._C
-count_dispatch_modes: Callable[[], int]
-count_dispatch_modes = getattr(_C, "_len_torch_dispatch_stack", _zero)
-_count_function_modes = getattr(_C, "_len_torch_function_stack", _zero)
-_function_mode: Callable[[int], Any] = getattr(_C, "_get_function_stack_at", _none)
-push_function_mode = getattr(_C, "_push_on_torch_function_stack", _none)
-pop_function_mode = getattr(_C, "_pop_torch_function_stack", _none)
-is_torch_function_enabled: Callable[[], bool]
-is_torch_function_enabled = getattr(_C, "_is_torch_function_enabled", _yes)
+count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+push_function_mode: Callable[[Any], None] = _C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = _C._pop_torch_function_stack
+is_torch_function_enabled: Callable[[], bool] = _C._is_torch_function_enabled
 is_tracing: Callable[[], bool] = _C._is_tracing
-_transform = getattr(getattr(_C, "_functorch", None), "peek_interpreter_stack", _none)
-_without_transforms: Any = getattr(_C, "_DisableFuncTorch", nullcontext)
 _hooks: Any = _C._autograd
 _top_hooks = getattr(_hooks, "_top_saved_tensors_default_hooks", None)
 
 
 def function_modes() -> list[Any]:
     """Return the modes that intercept torch's functions on this thread."""
-    return [_function_mode(i) for i in range(_count_function_modes())]
+    n_modes = _C._len_torch_function_stack()
+    return [_C._get_function_stack_at(i) for i in range(n_modes)]
 
 
 def is_device_mode(mode: Any) -> bool:
@@ -63,12 +45,12 @@ def binds_to_thread() -> bool:
 
 def has_transform() -> bool:
     """Tell whether a transform of torch.func is on, such as vmap or grad."""
-    return _transform() is not None
+    return _C._functorch.peek_interpreter_stack() is not None
 
 
 def without_transforms() -> AbstractContextManager[Any]:
     """Return a context in which new tensors are plain, even if a transform is on."""
-    context: AbstractContextManager[Any] = _without_transforms()
+    context: AbstractContextManager[Any] = _C._DisableFuncTorch()
     return context
 
 

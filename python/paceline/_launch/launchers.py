@@ -113,29 +113,17 @@ def _from_mpi(
     local_size = found.number(local[1], least=1)
     addr, port = None, None
     if size > 1:
-        addr = found.text(MASTER_ADDR) or _one_host(
-            found, size, local_size, names, local
-        )
+        addr = found.text(MASTER_ADDR) or ("127.0.0.1" if local_size == size else None)
         port = found.port() or _mpi_port(found)
+        if addr is None:
+            raise ValueError(
+                f"mpirun started {size} ranks that are not known to be on one host "
+                f"({found.show(*names, *local)}), and MASTER_ADDR is not set: export "
+                "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, "
+                "and pass them to all ranks (Open MPI: mpirun -x MASTER_ADDR -x "
+                "MASTER_PORT)"
+            )
     return Launch(launcher, rank, size, found.number(local[0]), local_size, addr, port)
-
-
-def _one_host(
-    found: Variables,
-    size: int,
-    local_size: int | None,
-    names: tuple[str, str],
-    local: tuple[str, str],
-) -> str:
-    """Return where ranks on one host meet; raise if they may be on several."""
-    if local_size == size:
-        return "127.0.0.1"
-    raise ValueError(
-        f"mpirun started {size} ranks that are not known to be on one host "
-        f"({found.show(*names, *local)}), and MASTER_ADDR is not set: export "
-        "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, and pass "
-        "them to all ranks (Open MPI: mpirun -x MASTER_ADDR -x MASTER_PORT)"
-    )
 
 
 def _mpi_port(found: Variables) -> int:
