@@ -11,17 +11,20 @@ typedef struct half_format {
     int least_normal; /* exponent of the smallest normal number */
 } half_format;
 
-static const half_format f16 = {.n_fraction = 10, .least_normal = -14};
-static const half_format bf16 = {.n_fraction = 7, .least_normal = -126};
+static half_format format_of(pl_dtype dtype)
+{
+    return dtype == PL_F16 ? (half_format){.n_fraction = 10, .least_normal = -14}
+                           : (half_format){.n_fraction = 7, .least_normal = -126};
+}
 
 static uint16_t infinity_of(half_format format)
 {
     return (uint16_t)(SIZE >> format.n_fraction << format.n_fraction);
 }
 
-/* A finite 16-bit float as a double, which holds it exactly. */
-static double widen(uint16_t bits, half_format format)
+double pli_cpu_widen(uint16_t bits, pl_dtype dtype)
 {
+    const half_format format = format_of(dtype);
     const int size = bits & SIZE;
     const int exponent = size >> format.n_fraction;
     const int one = 1 << format.n_fraction;
@@ -32,11 +35,11 @@ static double widen(uint16_t bits, half_format format)
     return copysign(value, bits & SIGN ? -1.0 : 1.0);
 }
 
-/* Rounds a finite double to nearest even.  A fraction that rounds up to the next power
- * of two carries into the exponent, and a carry out of the largest exponent gives
- * infinity. */
-static uint16_t round_off(double value, half_format format)
+/* A fraction that rounds up to the next power of two carries into the exponent, and a
+ * carry out of the largest exponent gives infinity. */
+uint16_t pli_cpu_round(double value, pl_dtype dtype)
 {
+    const half_format format = format_of(dtype);
     const uint16_t sign = signbit(value) ? SIGN : 0;
     const uint16_t infinity = infinity_of(format);
     int exponent = 0;
@@ -52,12 +55,14 @@ static uint16_t round_off(double value, half_format format)
     return (uint16_t)(sign | (bits < infinity ? (uint16_t)bits : infinity));
 }
 
-static void scale_half(uint16_t *data, size_t n, half_format format, const int ratio[2])
+static void scale_half(uint16_t *data, size_t n, pl_dtype dtype, const int ratio[2])
 {
+    const uint16_t infinity = infinity_of(format_of(dtype));
     for (size_t i = 0; i < n; i++) {
-        if ((data[i] & SIZE) >= infinity_of(format))
+        if ((data[i] & SIZE) >= infinity)
             continue; /* infinities and NaNs keep their bits */
-        data[i] = round_off(widen(data[i], format) * ratio[0] / ratio[1], format);
+        data[i] =
+            pli_cpu_round(pli_cpu_widen(data[i], dtype) * ratio[0] / ratio[1], dtype);
     }
 }
 
@@ -79,10 +84,8 @@ void pli_cpu_scale(const pl_move *move, int numerator, int denominator)
     const size_t n = move->n_elems;
     switch (move->dtype) {
     case PL_F16:
-        scale_half(move->to, n, f16, ratio);
-        break;
     case PL_BF16:
-        scale_half(move->to, n, bf16, ratio);
+        scale_half(move->to, n, move->dtype, ratio);
         break;
     case PL_F32:
         scale_f32(move->to, n, ratio);

@@ -13,4 +13,9 @@
  * result is a normal number. */
 void pli_cpu_scale(const pl_move *move, int numerator, int denominator);
 
+/* A 16-bit float as a double, which holds it exactly; and a double as a 16-bit float,
+ * rounded to nearest even.  For finite numbers of PL_F16 and PL_BF16. */
+double pli_cpu_widen(uint16_t bits, pl_dtype dtype);
+uint16_t pli_cpu_round(double value, pl_dtype dtype);
+
 #endif

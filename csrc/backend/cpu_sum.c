@@ -33,30 +33,14 @@ static int has_avx512(void)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
-#else
-static int has_avx2(void)
-{
-    return 0;
-}
-
-static int has_avx512(void)
-{
-    return 0;
-}
 #endif
 
 const char *pli_isa_text(pli_isa isa)
 {
-    switch (isa) {
-#define ISA_TEXT(name, text)                                                           \
-    case name:                                                                         \
-        return text;
-        PLI_ISA_MAP(ISA_TEXT)
+#define ISA_TEXT(name, text) [name] = (text),
+    static const char *const texts[PLI_N_ISAS] = {PLI_ISA_MAP(ISA_TEXT)};
 #undef ISA_TEXT
-    case PLI_N_ISAS:
-        break;
-    }
-    return "unknown";
+    return (unsigned)isa < PLI_N_ISAS ? texts[isa] : "unknown";
 }
 
 pl_status pli_isa_parse(const char *text, pli_isa *out)
@@ -81,16 +65,18 @@ const pli_sum_table *pli_sum_table_of(pli_isa isa)
     switch (isa) {
     case PLI_ISA_PLAIN:
         return pli_sum_table_plain();
+#if defined(__aarch64__)
     case PLI_ISA_NEON:
         return pli_sum_table_neon();
+#elif defined(__x86_64__)
     case PLI_ISA_AVX2:
         return has_avx2() ? pli_sum_table_avx2() : NULL;
     case PLI_ISA_AVX512:
         return has_avx512() ? pli_sum_table_avx512() : NULL;
-    case PLI_N_ISAS:
-        break;
+#endif
+    default:
+        return NULL;
     }
-    return NULL;
 }
 
 const pli_sum_table *pli_sum_table_best(void)

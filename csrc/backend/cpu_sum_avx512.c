@@ -51,9 +51,4 @@ PLI_INLINE void f16_store(unsigned char *p, pair v)
 #pragma GCC pop_options
 #endif
 
-#else
-const pli_sum_table *pli_sum_table_avx512(void)
-{
-    return NULL;
-}
 #endif

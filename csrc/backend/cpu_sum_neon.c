@@ -34,9 +34,4 @@ PLI_INLINE void f16_store(unsigned char *p, pair v)
 
 #include "cpu_sum_body.h"
 
-#else
-const pli_sum_table *pli_sum_table_neon(void)
-{
-    return NULL;
-}
 #endif

@@ -4,7 +4,7 @@
 
 #include "cpu_sum.h"
 
-/* NULL in a build for another architecture.  The processor may still lack the
+/* Defined in builds for their architecture.  The processor may still lack the
  * instructions: pli_sum_table_of() checks that. */
 const pli_sum_table *pli_sum_table_plain(void);
 const pli_sum_table *pli_sum_table_neon(void);

@@ -15,35 +15,22 @@
 #include "kernels_nvrtc.h"
 #include "kernels_table.h"
 
-/* kind, its part of the function names, text for errors, a block's share of a span */
-#define KIND_MAP(X)                                                                    \
-    X(COPY, "copy", "copying tensors", PLI_BLOCK_BYTES)                                \
-    X(ADD, "add", "adding tensors", PLI_BLOCK_WORDS)                                   \
-    X(SCALE, "scale", "scaling tensors", PLI_BLOCK_WORDS)                              \
-    X(CHECKSUM, "checksum", "comparing tensors", PLI_BLOCK_BYTES)                      \
-    X(REFRESH, "refresh", "refreshing tensors", PLI_BLOCK_BYTES)
-
 /* The limits of a kernel's parameters. */
 _Static_assert(sizeof(pli_small_spans) <= 4096, "more than any driver takes");
 _Static_assert(sizeof(pli_large_spans) <= 32764, "more than CUDA 12.1 takes");
 
-typedef enum kind {
-#define KIND_ENUM(name, word, doing, share) name,
-    KIND_MAP(KIND_ENUM)
-#undef KIND_ENUM
-        N_KINDS
-} kind;
+typedef enum kind { COPY, ADD, SCALE, CHECKSUM, REFRESH, N_KINDS } kind;
 
-typedef struct kind_info {
-    const char *word;
-    const char *doing;
-    unsigned share;
-} kind_info;
-
-static const kind_info infos[N_KINDS] = {
-#define KIND_INFO(name, word, doing, share) {word, doing, share},
-    KIND_MAP(KIND_INFO)
-#undef KIND_INFO
+static const struct kind_info {
+    const char *word;  /* in the functions' names */
+    const char *doing; /* for errors */
+    unsigned share;    /* a block's, of a span */
+} infos[N_KINDS] = {
+    [COPY] = {"copy", "copying tensors", PLI_BLOCK_BYTES},
+    [ADD] = {"add", "adding tensors", PLI_BLOCK_WORDS},
+    [SCALE] = {"scale", "scaling tensors", PLI_BLOCK_WORDS},
+    [CHECKSUM] = {"checksum", "comparing tensors", PLI_BLOCK_BYTES},
+    [REFRESH] = {"refresh", "refreshing tensors", PLI_BLOCK_BYTES},
 };
 
 struct pli_kernels {

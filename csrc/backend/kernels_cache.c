@@ -41,32 +41,6 @@ static int path_of(uint64_t key, char out[PATH_MAX])
     return n > 0 && n < PATH_MAX;
 }
 
-static int read_all(int file, void *to, size_t n_bytes)
-{
-    char *at = to;
-    while (n_bytes > 0) {
-        const ssize_t n = read(file, at, n_bytes);
-        if (n <= 0)
-            return 0;
-        at += n;
-        n_bytes -= (size_t)n;
-    }
-    return 1;
-}
-
-static int write_all(int file, const void *from, size_t n_bytes)
-{
-    const char *at = from;
-    while (n_bytes > 0) {
-        const ssize_t n = write(file, at, n_bytes);
-        if (n <= 0)
-            return 0;
-        at += n;
-        n_bytes -= (size_t)n;
-    }
-    return 1;
-}
-
 /* Whether only this user can write to the file, and its size matches its header. */
 static int is_sound(int file, const header *found)
 {
@@ -81,10 +55,11 @@ static void *read_image(int file, uint64_t key)
 {
     header found;
     char *image = NULL;
-    if (!read_all(file, &found, sizeof found) || !is_sound(file, &found) ||
+    if (read(file, &found, sizeof found) != (ssize_t)sizeof found ||
+        !is_sound(file, &found) ||
         pli_calloc(found.n_bytes + 1, 1, "kernels", &image) != PL_OK)
         return NULL;
-    if (read_all(file, image, found.n_bytes)) {
+    if (read(file, image, found.n_bytes) == (ssize_t)found.n_bytes) {
         const header expected = header_of(key, image, found.n_bytes);
         if (memcmp(&found, &expected, sizeof found) == 0)
             return image;
@@ -131,8 +106,8 @@ void pli_kernels_cache_write(uint64_t key, const void *image, size_t n_bytes)
     const int file = n > 0 && n < PATH_MAX ? mkostemp(fresh, O_CLOEXEC) : -1;
     if (file < 0)
         return;
-    const int is_written =
-        write_all(file, &head, sizeof head) && write_all(file, image, n_bytes);
+    const int is_written = write(file, &head, sizeof head) == (ssize_t)sizeof head &&
+                           write(file, image, n_bytes) == (ssize_t)n_bytes;
     if (close(file) != 0 || !is_written || rename(fresh, path) != 0)
         (void)unlink(fresh);
 }

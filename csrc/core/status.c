@@ -91,28 +91,16 @@ pl_status pli_fail_errno(const char *format, ...)
 
 size_t pl_dtype_bytes(pl_dtype dtype)
 {
-    switch (dtype) {
-#define DTYPE_BYTES(name, number, bytes, text)                                         \
-    case name:                                                                         \
-        return bytes;
-        PL_DTYPE_MAP(DTYPE_BYTES)
+#define DTYPE_BYTES(name, number, bytes, text) [name] = (bytes),
+    static const size_t all[PL_N_DTYPES] = {PL_DTYPE_MAP(DTYPE_BYTES)};
 #undef DTYPE_BYTES
-    case PL_N_DTYPES:
-        break;
-    }
-    return 0;
+    return (unsigned)dtype < PL_N_DTYPES ? all[dtype] : 0;
 }
 
 const char *pl_dtype_text(pl_dtype dtype)
 {
-    switch (dtype) {
-#define DTYPE_TEXT(name, number, bytes, text)                                          \
-    case name:                                                                         \
-        return text;
-        PL_DTYPE_MAP(DTYPE_TEXT)
+#define DTYPE_TEXT(name, number, bytes, text) [name] = (text),
+    static const char *const texts[PL_N_DTYPES] = {PL_DTYPE_MAP(DTYPE_TEXT)};
 #undef DTYPE_TEXT
-    case PL_N_DTYPES:
-        break;
-    }
-    return "no dtype";
+    return (unsigned)dtype < PL_N_DTYPES ? texts[dtype] : "no dtype";
 }

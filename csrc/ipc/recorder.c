@@ -161,27 +161,13 @@ static void begin_record(pli_recorder *self, uint64_t step)
     pli_record *record = &self->file->records[step % PLI_RECORDER_RECORDS];
     const uint64_t before =
         atomic_load_explicit(&record->sequence, memory_order_relaxed);
-    const int64_t n_used = get(&record->n_buckets);
     atomic_store_explicit(&record->sequence, before | 1, memory_order_release);
     self->record = record;
     self->reducing_before_ns = 0;
+    for (size_t at = offsetof(pli_record, step); at < sizeof *record; at += sizeof step)
+        put((_Atomic int64_t *)(void *)((char *)record + at), 0);
     put(&record->step, (int64_t)step);
-    put(&record->forward_begin_ns, 0);
-    put(&record->forward_end_ns, 0);
-    put(&record->backward_begin_ns, 0);
-    put(&record->backward_end_ns, 0);
-    put(&record->reduced_ns, 0);
-    put(&record->end_ns, 0);
-    put(&record->reducing_ns, 0);
-    put(&record->waiting_ns, 0);
     put(&record->awaited, PLI_RECORDER_NOBODY);
-    put(&record->n_buckets, 0);
-    put(&record->n_bytes, 0);
-    for (int64_t b = 0; b < n_used && b < PLI_RECORDER_BUCKETS; b++) {
-        put(&record->buckets[b].ready_ns, 0);
-        put(&record->buckets[b].begin_ns, 0);
-        put(&record->buckets[b].end_ns, 0);
-    }
 }
 
 static void end_record(pli_recorder *self, int64_t end_ns)

@@ -17,6 +17,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "backend/cpu_scale.h"
 #include "backend/cuda.h"
 #include "core/alloc.h"
 #include "gpu_comm_state.h"
@@ -62,46 +63,29 @@ static size_t n_reals(const pl_op *op)
 /* 0 .. 6, exact in every type. */
 static void put_value(pl_dtype dtype, unsigned value, char out[MOST_ELEM_BYTES])
 {
-    static const uint16_t halves[] = {0,      0x3c00, 0x4000, 0x4200,
-                                      0x4400, 0x4500, 0x4600};
-    static const uint16_t brains[] = {0,      0x3f80, 0x4000, 0x4040,
-                                      0x4080, 0x40a0, 0x40c0};
+    const int is_half = dtype == PL_F16 || dtype == PL_BF16;
+    const uint16_t half = is_half ? pli_cpu_round(value, dtype) : 0;
     const float f32 = (float)value;
     const double f64 = value;
     const uint64_t whole = value; /* the low bytes first, as on all CUDA hosts */
-    const void *from = dtype == PL_F16    ? (const void *)&halves[value]
-                       : dtype == PL_BF16 ? (const void *)&brains[value]
-                       : dtype == PL_F32  ? (const void *)&f32
-                       : dtype == PL_F64  ? (const void *)&f64
-                                          : (const void *)&whole;
+    const void *from = is_half           ? (const void *)&half
+                       : dtype == PL_F32 ? (const void *)&f32
+                       : dtype == PL_F64 ? (const void *)&f64
+                                         : (const void *)&whole;
     memcpy(out, from, pl_dtype_bytes(dtype));
-}
-
-static double half_value(uint16_t bits)
-{
-    const int exponent = bits >> 10 & 31;
-    const double fraction = (bits & 1023) / 1024.0;
-    const double size =
-        exponent == 0 ? ldexp(fraction, -14) : ldexp(1 + fraction, exponent - 15);
-    return bits >> 15 != 0 ? -size : size;
 }
 
 static double get_value(pl_dtype dtype, const char *at)
 {
     uint16_t half = 0;
-    uint32_t bits = 0;
     uint64_t whole = 0;
     float f32 = 0;
     double f64 = 0;
     switch (dtype) {
     case PL_F16:
-        memcpy(&half, at, sizeof half);
-        return half_value(half);
     case PL_BF16:
         memcpy(&half, at, sizeof half);
-        bits = (uint32_t)half << 16;
-        memcpy(&f32, &bits, sizeof f32);
-        return (double)f32;
+        return pli_cpu_widen(half, dtype);
     case PL_F32:
         memcpy(&f32, at, sizeof f32);
         return (double)f32;
@@ -216,16 +200,6 @@ done:
     return st;
 }
 
-static pl_status clear_piece(const trial *run, const pl_op *op, size_t first, size_t n,
-                             char *device)
-{
-    const size_t n_bytes = n * pl_dtype_bytes(real_type(op->dtype));
-    (void)first;
-    memset(run->piece, 0, n_bytes);
-    return pli_cuda_write(run->self->backend, device, run->piece, n_bytes,
-                          run->self->side);
-}
-
 static pl_status poll_trial(void *context)
 {
     pl_status st = PL_OK;
@@ -263,7 +237,8 @@ static pl_status try_range(trial *self, const pli_op_range *range)
     }
     op.n_elems = range->op.n_elems;
     PL_TRY(try_op(self, &op));
-    PL_TRY(for_pieces(self, &op, clear_piece));
+    PL_TRY(pli_cuda_clear(self->self->backend, memory_of(self, &op),
+                          op.n_elems * pl_dtype_bytes(op.dtype)));
 done:
     return st;
 }
