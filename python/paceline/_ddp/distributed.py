@@ -217,12 +217,14 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
 
     With ``mixed_precision``:
 
-    - Parameters have their own dtype whenever the module does not run, and ``.grad``
+    - Parameters have their own dtype outside of forward and backward, and ``.grad``
       always has it, under ``no_sync()`` too.  torch's have ``param_dtype`` from a
       forward until a synchronised backward; after an evaluation they keep it.
-    - The module has copies in place of its parameters while it runs.  Code that reaches
-      a parameter by another way (a list of tensors, a closure) gets the original, and
-      so does ``wrapper.module(...)``.  There are no ``_mp_param`` and ``_fp_param``.
+    - The module has copies in place of its parameters in its forward and backward.
+      As with torch's class, a change of these in place is lost.  Code that reaches a
+      parameter by another way (a list of tensors, a closure, an optimizer, a hook's
+      argument) gets the original, and so does ``wrapper.module(...)``.  There are no
+      ``_mp_param`` and ``_fp_param``.
     - On the CPU 16-bit gradients are summed in float32, and rounded once; on GPUs
       ``accumulate_in_fp32`` decides.  A single rank rounds nothing.
     - Buffers of integers stay integers; torch makes BatchNorm count in

@@ -126,7 +126,9 @@ class _Copies:
         return _Swap(slots, self._made) if slots else None
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        swap = self.swap()
+        with torch.enable_grad():  # for a retained graph, copies are made again
+            swap = self.swap()
+        self._made = {}  # a loss that is kept keeps this hook
         if swap is not None:  # the first output with a gradient does it
             torch_core.at_end_of_backward(swap)
 

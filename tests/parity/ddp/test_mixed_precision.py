@@ -314,10 +314,13 @@ def test_sparse_gradients_are_refused_on_every_rank(ranks):
         pass
 
 
-def step_by_hand(ranks, model, x, kept):
+def step_by_hand(ranks, model, x, kept, retain=False):
     """Take a step of a model; check it with the same by hand."""
+    loss = model(x).sum()
+    if retain:
+        loss.backward(retain_graph=True)
     model.zero_grad()
-    model(x).sum().backward()
+    loss.backward()
     means = by_hand(ranks, kept, lambda low: low(x.half()).sum(), HALF, HALF)
     for mine, mean in zip(grads_of(model), means, strict=True):
         assert_equal(mine, mean, "a gradient")
@@ -386,7 +389,7 @@ def test_what_is_computed_anew_in_backward_is_so_by_the_same_copies(ranks, reent
     kept = copy.deepcopy(module)
     with mixed(ranks.wrap, module) as model:
         for step in range(2):
-            step_by_hand(ranks, model, data(ranks, step), kept)
+            step_by_hand(ranks, model, data(ranks, step), kept, retain=step == 1)
         assert dtypes(model.parameters()) == [WIDE] * 5
 
 
@@ -439,3 +442,19 @@ def test_a_module_that_keeps_its_output_goes_with_its_wrapper(ranks):
     del model
     gc.collect()
     assert known() is None
+
+
+@on_ranks(n_forwards=[1, 2])
+def test_what_is_left_of_a_graph_keeps_no_copies(ranks, n_forwards):
+    """Of losses that a loop adds up, say, for a mean of the epoch."""
+    copies = []
+
+    class Tells(nn.Linear):
+        def forward(self, x):
+            copies.append(weakref.ref(self.weight))
+            return super().forward(x)
+
+    with mixed(ranks.wrap, Tells(6, 1)) as model:
+        outs = [model(data(ranks, i)).sum() for i in range(n_forwards)]
+        sum(outs).backward()
+        assert [copy() for copy in copies] == [None] * n_forwards
