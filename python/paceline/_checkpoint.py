@@ -6,7 +6,7 @@ import os
 import random
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal
 
@@ -115,21 +115,39 @@ def _plain(obj: Any, is_stripped: bool) -> Any:
     return obj
 
 
-def _put_back(name: str, target: Any, state: Any) -> None:
-    """Load a state into an object, or a list of states into a list of objects."""
-    if isinstance(target, torch.nn.Module):
-        bare = unwrap(target)
-        bare.load_state_dict(_keys_for(bare, state))
-    elif callable(getattr(target, "load_state_dict", None)):
-        target.load_state_dict(state)
-    elif isinstance(target, list | tuple) and len(target) == len(state):
+def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield an object, or those in a list, with their states; raise if any misfits."""
+    is_optimizer = isinstance(target, torch.optim.Optimizer)
+    loads = callable(getattr(target, "load_state_dict", None))
+    is_list = isinstance(target, list | tuple) and isinstance(state, list | tuple)
+    if not loads and is_list and len(target) == len(state):
         for i, one in enumerate(target):
-            _put_back(f"{name}[{i}]", one, state[i])
-    else:
+            yield from _pairs(f"{name}[{i}]", one, state[i])
+        return
+    has_groups = isinstance(state, dict) and "param_groups" in state
+    if not loads or (is_optimizer and not has_groups):
         raise TypeError(
-            f"{name}={type(target).__name__} does not fit the file: give an object "
-            "with load_state_dict(), or omit it: load() then returns the entry"
+            f"{name}={type(target).__name__} does not fit the file's "
+            f"{type(state).__name__}: give an object with load_state_dict(), a list of "
+            "as many, or omit it: load() then returns the entry"
         )
+    if is_optimizer:
+        groups = target.param_groups, state["param_groups"]
+        here, there = ([len(group["params"]) for group in side] for side in groups)
+        if here != there:
+            raise ValueError(
+                f"{name} does not fit the file: its parameter groups have {here} "
+                f"parameters, those in the file {there}"
+            )
+    yield target, state
+
+
+def _put_back(target: Any, state: Any) -> None:
+    """Load a state into an object."""
+    if isinstance(target, torch.nn.Module):
+        target = unwrap(target)
+        state = _keys_for(target, state)
+    target.load_state_dict(state)
 
 
 # ---- random states ------------------------------------------------------------------
@@ -309,8 +327,8 @@ def load(
         If the file is damaged.  Also if its parameters do not match the model, with
         torch's list of differences; parameters that match, and optimizers, are loaded.
     ValueError
-        If the file has no entry for one of `objects`, or if an optimizer in the file
-        has different parameters.  No object is changed then.
+        If the file has no entry for one of `objects`, or if an optimizer has other
+        numbers of parameters than its entry.  No object is changed then.
 
     Examples
     --------
@@ -337,12 +355,11 @@ def load(
         for name in wanted:
             if name not in parts:
                 raise ValueError(f"{path} has no {name!r}: it holds {list(parts)}")
-        # Optimizers first: they compare all parameters before they change anything.
-        is_other = {
-            n: not isinstance(objects[n], torch.optim.Optimizer) for n in objects
-        }
-        for name in sorted(objects, key=is_other.__getitem__):
-            _put_back(name, objects[name], state[name])
+        pairs = [pair for n in objects for pair in _pairs(n, objects[n], state[n])]
+        # Optimizers first: they are loaded even if a model then raises.
+        pairs.sort(key=lambda pair: not isinstance(pair[0], torch.optim.Optimizer))
+        for target, its in pairs:
+            _put_back(target, its)
         if rng:
             _set_random_states(path, state[_RNG])
         return {name: parts[name] for name in parts if name not in wanted}

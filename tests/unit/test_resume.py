@@ -165,6 +165,9 @@ def test_lists_of_objects_are_put_back_by_their_places(path):
     assert torch.equal(parts[1][1].weight, saved[1][1].weight)
 
 
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -172,6 +175,9 @@ def test_lists_of_objects_are_put_back_by_their_places(path):
         (lambda p: paceline.load(p, rng=True), "no 'rng'"),
         (lambda p: paceline.load(p, epoch=3), "epoch=int does not fit"),
         (lambda p: paceline.load(p, model=[]), "model=list does not fit"),
+        (lambda p: paceline.load(p, epoch=[nn.Linear(2, 1)]), "epoch=list does not"),
+        (lambda p: paceline.load(p, epoch=OPTIMIZER), "epoch=SGD does not fit"),
+        (lambda p: paceline.load(p, model=OPTIMIZER), "model=SGD does not fit"),
         (lambda p: paceline.load(p, nn.Linear(2, 1), epoch=3), "name the model"),
         (lambda p: paceline.load(p, nn.Linear(2, 1)), r"\(path, model=model"),
         (lambda p: paceline.save([], p, rng=True), "needs a dict"),
@@ -185,11 +191,20 @@ def test_what_does_not_fit_the_file_is_one_error(path, call, words):
     assert paceline.load(path)["epoch"] == 3
 
 
-def test_an_optimizer_that_does_not_fit_leaves_the_model_as_it_was(path):
-    paceline.save(make(seed=1), path)
-    training = make(seed=2)
-    training["optimizer"].add_param_group({"params": [torch.zeros(1)]})
+ARRANGEMENTS = {
+    "alone": lambda training, other: {**training, "optimizer": other},
+    "behind one that fits": lambda training, other: {**training, "other": other},
+    "in a list": lambda training, other: {"parts": [*training.values(), other]},
+}
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_an_optimizer_that_does_not_fit_leaves_all_as_it_was(path, arrangement):
+    arrange = ARRANGEMENTS[arrangement]
+    saved, training = make(seed=1), make(seed=2)
+    train(saved, 1)
+    paceline.save(arrange(saved, saved["optimizer"]), path)
     before = result_of(training)
     with pytest.raises(ValueError, match="parameter group"):
-        paceline.load(path, **training)
+        paceline.load(path, **arrange(training, OPTIMIZER))
     assert result_of(training) == before
