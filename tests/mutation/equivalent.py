@@ -5,9 +5,8 @@ from mutants import all_mutants
 # Operators and a reason, followed by the places that it applies to: a file, a function,
 # a piece of its text.
 REASONS = """
-other stream, side stream, swap streams, drop order, drop reference: the new
-communicator's first collectives come behind on the same stream, and the host waits for
-those
+other stream, drop order: the new communicator's first collectives come behind on the
+same stream, and the host waits for those
     csrc/nccl/gpu_comm_fail.c renew_communicator self->drained
 
 other stream: the host waits for each copy, and for the operation between them, and

@@ -104,13 +104,17 @@ STREAM = re.compile(
     r"|streams\[(?:\w+|\w+\[\w+\]\.\w+)\])\)?"
 )
 # The device's own stream, where it can be reached.
+SIDE_OF_BACKEND = (
+    "({ pl_stream *pli_cuda_side_stream(pl_backend *);"
+    " pli_cuda_side_stream(self->backend); })"
+)
 SIDES = {
     "csrc/backend/cuda.c": "(void *)as_cuda(backend)->side",
     "csrc/backend/cuda_host.c": "(void *)pli_cuda_side_stream(backend)",
+    "csrc/nccl/gpu_inflight.c": SIDE_OF_BACKEND,
     "csrc/nccl/gpu_": "self->side",
     "csrc/replicas/": "self->members[0].side",
-    "csrc/reducer/": "({ pl_stream *pli_cuda_side_stream(pl_backend *);"
-    " pli_cuda_side_stream(self->backend); })",
+    "csrc/reducer/": SIDE_OF_BACKEND,
 }
 
 # Calls that enqueue nothing: a stream in a list, a cast, an object.
@@ -202,6 +206,8 @@ def operand(code: str, at: int, step: int) -> tuple[int, int]:
         depth += (char in opened) - (char in closed)
         pair = code[end - 1 : end + 1] if step > 0 else code[end - 2 : end]
         is_end = char in ",;?:&|=<>!^" and "->" not in (pair, code[end : end + 2])
+        if char == "&":  # not that of an address
+            is_end = code[end + (step > 0)] in " &\n"
         if depth < 0 or (depth == 0 and is_end):
             break
         end += step

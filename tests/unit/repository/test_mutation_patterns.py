@@ -2,10 +2,14 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 TESTS = Path(__file__).parents[2]
@@ -84,3 +88,25 @@ def test_a_source_with_its_mutants_is_what_it_was_with_pieces_put_in(mutants, su
             assert {f"pl_mutant({n})" for n, _ in edits} == {
                 f"pl_mutant({n})" for n in re.findall(r"pl_mutant\((\d+)\)", changed)
             }
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_compiler_takes_every_source_with_its_mutants(mutants, tmp_path):
+    folders = [ROOT, ROOT / "csrc", sysconfig.get_paths()["include"], np.get_include()]
+    sources = []
+    for path in sorted({m.path for m in mutants if m.path.endswith(".c")}):
+        edits = [(n, m) for n, m in enumerate(mutants, 1) if m.path == path]
+        source = tmp_path / path
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(instrumented((ROOT / path).read_text(), edits))
+        sources.append(source)
+        folders.append((ROOT / path).parent)
+    flags = ["-std=gnu11", "-w", "-include", TESTS / "mutation/switch.h"]
+    flags += [f"-I{folder}" for folder in folders]
+    done = subprocess.run(
+        ["gcc", "-fsyntax-only", *flags, *sources],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
