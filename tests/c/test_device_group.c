@@ -3,6 +3,7 @@
  *     test_device_group [seeds [first seed]]
  */
 #include <pthread.h>
+#include <unistd.h>
 
 #include "fake/host_kernels.h"
 #include "group_scene.h"
@@ -651,6 +652,76 @@ TEST(threads_may_call_at_the_same_time)
                 scene_mirror_copy(it, k, 150 * i + 100, 0, 0, 50);
             }
         }
+        scene_close(it);
+    }
+}
+
+static pl_status broadcast_nothing(scene *it)
+{
+    return pli_device_group_broadcast(it->group, it->streams, NULL, 0, it->ring, NULL);
+}
+
+static pl_status copy_nothing(scene *it)
+{
+    return pli_device_group_copy(it->group, it->streams, 0, 1, NULL, 0);
+}
+
+static pl_status fence(scene *it)
+{
+    return pli_device_group_fence(it->group, it->streams);
+}
+
+static pl_status settle(scene *it)
+{
+    return pli_device_group_settle(it->group, it->streams);
+}
+
+static pl_status begin_sum(scene *it)
+{
+    pl_status st = PL_OK;
+    const pl_move to = {scene_at(it, 0, SCENE_HALF), NULL, PL_F32, 4};
+    memset(it->members[0].is_known + SCENE_HALF, 0, 16);
+    PL_TRY(
+        pli_gradient_sum_pack(it->sum, 1, it->streams[1], NULL, 0, scene_at(it, 1, 0)));
+    PL_TRY(pli_gradient_sum_begin(it->sum, &to, it->rooms));
+done:
+    return st;
+}
+
+static pl_status end_sum(scene *it)
+{
+    return pli_gradient_sum_end(it->sum, it->streams[0]);
+}
+
+typedef struct single_call {
+    scene *it;
+    pl_status (*make)(scene *it);
+    atomic_int is_done;
+} single_call;
+
+static void *call_once(void *context)
+{
+    single_call *const self = context;
+    CHECK_OK(self->make(self->it));
+    atomic_store(&self->is_done, 1);
+    return NULL;
+}
+
+TEST(each_call_waits_for_that_of_another_thread)
+{
+    static pl_status (*const calls[])(scene *) = {
+        broadcast_nothing, copy_nothing, fence, settle, begin_sum, end_sum};
+    for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+        scene *it = scene_open(options_of(2, FAKE_LATE));
+        single_call call = {.it = it, .make = calls[i]};
+        pthread_t thread;
+        (void)pthread_mutex_lock(&it->group->lock);
+        CHECK(pthread_create(&thread, NULL, call_once, &call) == 0);
+        (void)usleep(20000);
+        if (!CHECK(!atomic_load(&call.is_done)))
+            CHECK_MORE("call %zu", i);
+        (void)pthread_mutex_unlock(&it->group->lock);
+        (void)pthread_join(thread, NULL);
         scene_close(it);
     }
 }

@@ -49,9 +49,26 @@ drop order, other stream, side stream: the memory that is tried is new, and no s
 has anything to do with it yet
     csrc/reducer/reducer_prepare.c pl_reducer_prepare pli_reducer_record_side(
 
-other slot: slots are used in turn: what is waited for at the first one comes behind the
-last use of the others, too, and is more than need be
-    csrc/replicas/device_group.c send_load record(to, to->has_read[slot]
+other stream: after a failure the host waits for the side streams of all members before
+    csrc/replicas/device_group.c pli_device_group_end_call end_call_on(
+
+boundary: a copy of no moves does nothing
+    csrc/replicas/device_group.c pack i < segment->n_moves
+
+boundary: of two that are equal either is the least
+    csrc/replicas/gradient_sum.c least a < b
+    csrc/replicas/split.c pli_split_parts n_replicas < n_rows
+    csrc/replicas/split.c pli_split_parts n_parts < 1
+
+boundary: the member behind the last one never adds
+    csrc/replicas/gradient_sum.c end_locked k < self->group->n_members
+
+boundary: dimension 0 has had its own way before
+    csrc/python/dp/leaf.c index_of dim < 0
+
+boundary: what is read behind the end is not used
+    csrc/python/dp/leaf.c pli_leaf_shape d < dl.ndim
+    csrc/python/dp/scatter.c put_packed i < PyTuple_GET_SIZE(part)
 
 never: streams that are the current ones already are made so again: only time is lost
     python/paceline/_dp/group.py Streams.on group.native.streams() == self.numbers

@@ -397,7 +397,7 @@ def test_no_call_keeps_or_loses_a_reference(group):
             with pytest.raises((ValueError, TypeError)):
                 call()
 
-    assert_leaves_nothing(calls, *kept, n=200)
+    assert_leaves_nothing(calls, *kept, n=200, c_bytes=8192)
     synchronize()
 
 
@@ -413,5 +413,23 @@ def test_a_thousand_groups_leave_nothing():
             with pytest.raises(ValueError, match="0 devices"):
                 _native.DeviceGroup([])
 
-        assert_leaves_nothing(make, *devices)
+        assert_leaves_nothing(make, *devices, c_bytes=1024)
         assert fake().fake_live_objects() == n_objects
+
+
+def test_what_calls_read_is_freed(group):
+    single = make_group(1)  # the fake makes nothing for its sums
+    made = group.gradient_sum(1, [PAIR], [0], 8)
+    unlike = ones(1, 2)
+
+    def calls():
+        single.gradient_sum(0, [PAIR], [0], 8)
+        assert made.pack(0, 1, [unlike], PAIR) == [0]
+        for call in (
+            lambda: group.copy(STREAMS, 0, [PAIR], 1, [unlike]),
+            lambda: group.broadcast(STREAMS, RING, [segment(), segment(n_bytes=7)]),
+        ):
+            with pytest.raises(ValueError, match=r"alike|beyond"):
+                call()
+
+    assert_leaves_nothing(calls, PAIR, unlike)

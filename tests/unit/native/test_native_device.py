@@ -297,7 +297,7 @@ def test_hundreds_of_devices_worlds_and_reducers_leave_nothing(stream):
         params[1].grad = None
         del reducer
 
-    assert_leaves_nothing(make, n=200)
+    assert_leaves_nothing(make, n=200, c_bytes=8192)
     assert fake().fake_live_objects() == 0
 
 

@@ -226,8 +226,10 @@ def test_arguments_in_a_cycle_with_their_scatter_are_collected():
         pass
 
     holder = Holder()
-    holder.scattered = _native.scatter((rows(2), holder), {}, 2, 0)
+    packed = pack_sequence([rows(2)])
+    packed.data.holder = holder
+    holder.scattered = _native.scatter((packed, holder), {}, 1, 0)
     gone = weakref.ref(holder)
-    del holder
+    del holder, packed
     gc.collect()
     assert gone() is None
