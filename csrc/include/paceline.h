@@ -138,7 +138,7 @@ PL_API pl_status pl_comm_issue(pl_comm *comm, const pl_op *op,
 PL_API pl_status pl_comm_progress(pl_comm *comm) PL_MUST_USE;
 
 /* Waits until every rank has done its part of all operations up to `ticket`, and
- * meanwhile works for every world that shares this one's pl_progress.  PL_EAGAIN after
+ * meanwhile works for every world with the same pl_progress.  PL_EAGAIN after
  * about slice_ns, so that the caller can check for signals and call again; PL_EPEER,
  * PL_ETIMEOUT and PL_EMISMATCH name the rank at fault.  On one host, once this rank has
  * done its part of an operation that ends a step, peers may see the step end at any

@@ -160,8 +160,8 @@ static PyMethodDef module_methods[] = {
      "driver_version(path, /)\n--\n\nStart CUDA's driver, and return the CUDA version "
      "that it supports, as 13000; path is its library, or None."},
     {"before_fork", before_fork, METH_NOARGS,
-     "before_fork()\n--\n\nMove gradients from shared memory into private memory, of "
-     "which a child gets a copy."},
+     "before_fork()\n--\n\nMove gradients from shared memory into private memory, "
+     "which a child gets a copy of."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
      "after_fork_in_child()\n--\n\nClose inherited connections, and make gradients "
      "that "

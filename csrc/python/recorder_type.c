@@ -85,7 +85,7 @@ static PyType_Slot recorder_slots[] = {
     {Py_tp_methods, recorder_methods},
     {Py_tp_members, recorder_members},
     {Py_tp_doc, "Recorder(path, who)\n--\n\n"
-                "A new file that records the last steps; who is a JSON object."},
+                "A new file that records the last steps; `who` is a JSON object."},
     {0, NULL},
 };
 

@@ -165,7 +165,7 @@ def _check_caller() -> None:
     if found.world_size > 1:
         raise RuntimeError(
             f"launch() was called in rank {found.rank} of {found.world_size} "
-            f"(launcher: {found.launcher}), and each rank would start a world of its "
-            "own: call the function itself, or start the program by plain python; if "
+            f"(launcher: {found.launcher}), and each rank would start a separate "
+            "world: call the function itself, or start the program by plain python; if "
             "no launcher has started it, unset RANK and WORLD_SIZE"
         )
