@@ -284,7 +284,7 @@ static PyObject *chain(const joiner *self, PyObject *const *lists)
     return made;
 }
 
-/* ---- any ------------------------------------------------------------------------ */
+/* ---- joining -------------------------------------------------------------------- */
 
 static PyObject *join_packed(const joiner *self, PyObject *values)
 {

@@ -248,7 +248,7 @@ class Engine:
         shared = {i for i in self.indices if self.indices.count(i) > 1}
         return [self._machine.generator_state(index) for index in sorted(shared)]
 
-    # ---- side by side ---------------------------------------------------------------
+    # ---- in parallel ----------------------------------------------------------------
 
     def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
         """Return outputs of replicas on threads, and whether they shared generators."""

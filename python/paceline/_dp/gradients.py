@@ -6,8 +6,8 @@ In training each segment has two kinds of nodes in the graph::
 
 ``_Replica`` packs the gradients of one member into a block.  The last member's block
 starts the sum, on separate streams, while backward goes on.  ``_Segment`` runs at the
-end of backward: it makes member 0's stream wait for the sum, and returns it.  Replica 0
-is the module itself, so autograd adds the sum to its gradients.
+end of backward: it makes member 0's stream wait for the sum, and returns the sum.
+Replica 0 is the module itself, so autograd adds the sum to its gradients.
 
 In the graph, ``_Replica`` passes only None to ``_Segment``: for a tensor, autograd
 would make member 0's stream wait for member k's at once.
@@ -98,7 +98,7 @@ class Gradients:
     # ---- the graph ------------------------------------------------------------------
 
     def slots(self, i: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return the tensors of a segment by further replica, in the graph."""
+        """Return each further replica's tensors of a segment, in the graph."""
         n_tokens = self._n_replicas - 1
         tokens = _Segment.apply(self, i, n_tokens, *self.segments[i].tensors)  # type: ignore[no-untyped-call]
         # Segments that were registered first run last.

@@ -124,9 +124,9 @@ class ModelCopies:
         """Give the model the gradients of replicas' leaves, after a forward has run.
 
         Parameters and buffers without a graph are separate leaves in a replica.  A
-        backward within the forward has given them gradients.  If the forward made one
-        require gradients, or recorded a graph although the caller does not, the next
-        backward will.
+        backward within the forward has given them gradients.  If the forward set
+        requires_grad on one, or recorded a graph although the caller does not, the next
+        backward gives gradients too.
         """
         leaves, self._leaves = self._leaves, []
         will_come = torch.is_grad_enabled() or any(map(_has_graph, outputs))
@@ -248,7 +248,7 @@ def _accumulate_later(
 ) -> None:
     """Accumulate at the end of the backward: device 0's thread may do so until then.
 
-    The hook receives the copy as its argument: if it held it, neither would be freed.
+    The hook receives the copy as an argument: if it held it, neither would be freed.
     """
 
     def later() -> None:

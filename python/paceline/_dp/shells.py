@@ -8,10 +8,10 @@ start.  So they are kept, and each forward gives them its tensors::
 
 Attributes that a forward sets are lost, as in a new replica.  If anything else holds a
 replica (a checkpoint until its backward, a closure, a traceback), the next forward
-looks at it again.  If it is still held, a new replica takes its place.
+checks it again.  If it is still held, a new replica takes its place.
 
 Reference counts of a part and of its dictionaries show whether anything holds a
-replica.  They are right only if a part's parent alone refers to it.  If an
+replica.  The counts are right only if a part's parent alone refers to it.  If an
 attribute or a hook does (a bound method of a part, a list of parts), each forward makes
 new replicas.
 """
@@ -226,7 +226,7 @@ class _Plan:
             for name, tensor in getattr(part, kind).items()
             if tensor is not None
         ]
-        self._ids, self._ids_by_place = ids, by_place  # last: Ctrl-C may come before
+        self._ids, self._ids_by_place = ids, by_place  # last, in case of Ctrl-C
 
     def copies(self, shells: list[Module], flat: Sequence[Any]) -> dict[int, Any]:
         """Return a replica's tensors and parts, by the ids of the originals."""
@@ -294,7 +294,7 @@ class _Member:
         hooks = (held.get(name) for held in held_by for name in replicate.HOOKS)
         self._hooks = [each for each in hooks if each is not None]
         self._counts = ()
-        self.stale = set()  # last: Ctrl-C may come before
+        self.stale = set()  # last, in case of Ctrl-C
 
     def count(self) -> None:
         """Count the references to all objects, before a forward adds more."""
@@ -303,7 +303,7 @@ class _Member:
             self._objects = [*self.shells, *dicts[0], *dicts[1], *dicts[2]]
             self._counts = _native.reference_counts(self._objects)
 
-    # ---- after it -------------------------------------------------------------------
+    # ---- after a forward ------------------------------------------------------------
 
     def clean(self) -> bool:
         """Remove what a forward left; return False if anything holds the replica."""
@@ -373,7 +373,7 @@ class Shells:
         """Return the plan, with the changes of the module taken over."""
         if self._plan is not None and self._plan.fits(parts):
             changed = self._plan.changed()
-            for member in self._members:  # first: Ctrl-C may come before the plan
+            for member in self._members:  # first, in case of Ctrl-C
                 member.stale.update(changed)
             self._plan.take_over(changed)
         else:

@@ -184,7 +184,7 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def to_member(streams: Streams, scattered: _native.Scattered, member: int) -> Any:
     """Return a replica's arguments, with tensors on its device.
 
-    Arrays stay what they are, and so do tensors on its device.
+    Arrays stay what they are, and so do tensors already on its GPU.
     """
     leaves = scattered.leaves(member)
     if streams.group.is_cpu:
@@ -277,7 +277,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Joiner:
-    """Brings outputs of replicas to one device; a call joins tensors of theirs."""
+    """Brings outputs of replicas to one device; a call joins their tensors."""
 
     def __init__(self, streams: Streams, output: torch.device) -> None:
         self._streams = streams

@@ -17,7 +17,7 @@ TWO = ["cpu", "cpu"]
 
 
 def bare(module=None, **options):
-    """Return a wrapper, of which tests use only the methods for subclasses."""
+    """Return a wrapper; tests use only its methods for subclasses."""
     return paceline.DataParallel(module or net(), TWO, **options)
 
 

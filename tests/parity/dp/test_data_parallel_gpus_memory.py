@@ -166,7 +166,7 @@ def test_memory_is_taken_once_and_a_tensor_alone_has_its_size(wrap, n_gpus):
     assert segment.n_bytes == 3 * 5 * 4
 
 
-# ---- for how long -------------------------------------------------------------------
+# ---- lifetimes ----------------------------------------------------------------------
 
 
 def test_what_a_replica_had_is_ordinary_and_goes_with_the_call(wrap, n_gpus):

@@ -119,7 +119,7 @@ def test_all_ways_to_draw_are_repeatable(wrap):
         assert not torch.equal(drawn[:3], drawn[4:])
 
 
-# ---- masks, and what is computed again ----------------------------------------------
+# ---- masks, and recomputation -------------------------------------------------------
 
 
 def test_gradients_belong_to_the_masks_that_were_drawn(wrap):
@@ -179,7 +179,7 @@ def test_checkpoints_in_checkpoints_repeat_the_random_numbers(wrap, use_reentran
     assert_same(*results)
 
 
-# ---- generators of the model's own --------------------------------------------------
+# ---- generators that the model holds ------------------------------------------------
 
 shared = torch.Generator()
 

@@ -89,7 +89,7 @@ def test_a_loader_gradient_scaler_and_autocast_work_together(wrap):
     near(twin.inner, twin.plain, 2e-2)
 
 
-# ---- what is left behind ------------------------------------------------------------
+# ---- leaks --------------------------------------------------------------------------
 
 
 def heavy(m, x):

@@ -66,7 +66,7 @@ def loss_of(out, words):
 
 
 def by_row(out):
-    """Return an output without caches and means, of which each replica has one."""
+    """Return an output without caches and means: each replica has its own."""
     names = [name for name in out if name not in ("aux_loss", "past_key_values")]
     return type(out), {name: out[name] for name in names}
 

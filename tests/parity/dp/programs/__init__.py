@@ -260,7 +260,7 @@ def uses(
     cases: dict[str, Any] | Iterable[Any] | None = None,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a row whose use is the function; with cases, a row for each one's values."""
+    """Add a row whose use is the function; with cases, one for the values of each."""
     if isinstance(make, nn.Module):
         make = functools.partial(copy.deepcopy, make)
 

@@ -234,7 +234,7 @@ def hooks_set_after_the_forward_get_zeros_for_unused_parameters(model):
         idle.zero_grad()
 
 
-# ---- checkpoints, and functions of one's own -----------------------------------------
+# ---- checkpoints, and custom functions -----------------------------------------------
 
 BOTH = {"saved tensors": False, "reentrant": True}
 

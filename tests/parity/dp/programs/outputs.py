@@ -80,7 +80,7 @@ for name, form in FORMS.items():
         return seen
 
 
-# ---- values that are no batch -------------------------------------------------------
+# ---- values that are not a batch ----------------------------------------------------
 
 
 @program(layer=linear(2))
@@ -123,7 +123,7 @@ def there_are_no_more_replicas_than_rows(model):
     return out
 
 
-# ---- outputs that are something else already ----------------------------------------
+# ---- outputs that are inputs or parameters ------------------------------------------
 
 PASSING = {
     "input": lambda m, x: x,
@@ -163,7 +163,7 @@ def outputs_may_be_changed_in_place(model):
     return x, kept
 
 
-# ---- outputs of which not all are used ----------------------------------------------
+# ---- outputs that are used in part --------------------------------------------------
 
 USES = {
     "the first": lambda out: loss_of(out[0]),
