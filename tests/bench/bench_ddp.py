@@ -83,14 +83,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--only", choices=TASKS, action="append", help="one task; may be repeated")
     add("--ranks", type=int, default=2)
-    add("--hosts", type=int, help="as many network namespaces, of equal ranks; by root")
-    add("--rate", help="of each host's link, as 1gbit; default: unlimited")
+    add("--hosts", type=int, help="number of network namespaces; needs root")
+    add("--rate", help="rate of each host's link, as 1gbit; default: unlimited")
     add("--pairs", type=int, help="groups of processes: default 5, with --quick 1")
     add("--blocks", type=int, help="turns of each contestant in a group: default 8")
     add(
         "--apart",
         action="store_true",
-        help="time the steps of each contestant in processes of its own",
+        help="time the steps of each contestant in separate processes",
     )
     add("--malloc", choices=["default", "keep"], default="default")
     add("--quick", action="store_true", help="few short turns: no figures to quote")

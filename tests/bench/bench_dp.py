@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--models", default="all", help="default: " + ",".join(dp_models.BY_NAME))
     add("--groups", type=int, help="sets of fresh processes: default 5, --quick 1")
     add("--rounds", type=int, help="turns of each in a group: default 12, --quick 2")
-    add("--seconds", type=float, default=0.5, help="of a turn; --quick: a tenth")
+    add("--seconds", type=float, default=0.5, help="length of a turn; --quick: a tenth")
     add("--quiet", type=float, default=1.0, help="share of the cores for others")
     add("--quick", action="store_true", help="few short turns: no figures to quote")
     add("--out", type=Path, default=Path("build/bench"))

@@ -89,7 +89,7 @@ def summarise_steps(groups: list[Figures]) -> Figures:
 def mode(settings: Figures) -> str:
     """Return how steps were timed; `bench_ddp.py` describes the consequences."""
     if settings["apart"]:
-        return "--apart, each contestant alone in processes of its own"
+        return "--apart, each contestant alone in separate processes"
     return "together, contestants take turns in the same processes"
 
 

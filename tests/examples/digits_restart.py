@@ -32,7 +32,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--checkpoint", type=Path, default=Path("build/demo/restart.pt"))
 parser.add_argument("--steps", type=int, default=300, help="default 300")
 parser.add_argument("--save-every", type=int, default=20, help="steps, default 20")
-parser.add_argument("--losses", type=Path, help="a file to add a line a step to")
+parser.add_argument("--losses", type=Path, help="a file to add a line per step to")
 options = parser.parse_args()
 
 

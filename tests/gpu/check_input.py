@@ -24,7 +24,7 @@ def error_of(function: Any, *kinds: type[Exception]) -> str:
     except kinds as error:
         if len(str(error)) > 10:
             return f"{type(error).__name__}: {error}"[:600]
-        raise AssertionError(f"an error without words: {error!r}") from error
+        raise AssertionError(f"an error without a message: {error!r}") from error
     raise AssertionError("nothing was raised")
 
 

@@ -38,20 +38,20 @@ class Part:
 
 # In the order in which they run: the most informative parts come first.
 PARTS = [
-    Part("first", 240, "does it work at all: the least of each part below", False),
+    Part("first", 240, "does it work at all: a few checks of each part below", False),
     Part("build", 300, "the package with nvcc and without, and the kernels", False),
     Part("kernels", 150, "every kernel, from either origin, against torch", False),
     Part("nccl", 240, "2 and 3 ranks on the one GPU: models, AMP, graphs, ..."),
     Part("replicas", 120, "DataParallel: 2 and 3 replicas on the GPU"),
     Part("failures", 150, "errors in backward, dead and silent ranks, bad input"),
     Part("contexts", 60, "copies and events between contexts, as between GPUs"),
-    Part("alone", 150, "one rank with the reducer at work: as nccl"),
+    Part("alone", 150, "one rank with a reducer: as nccl"),
     Part("expandable", 150, "replicas and alone, torch's segments are expandable"),
     Part("pools", 150, "replicas and alone, torch allocates by cudaMallocAsync"),
     Part("sanitizer", 240, "compute-sanitizer: contexts, kernels, a step"),
     Part("shared", 240, "2 ranks on the one GPU as NCCL 2.30.3 and later allow it"),
-    Part("calls", 60, "what each call of the driver costs the host", False),
-    Part("traces", 90, "a step of each wrapper as torch.profiler sees it, kept"),
+    Part("calls", 60, "the host's time for each call of the driver", False),
+    Part("traces", 90, "a trace of a step of each wrapper, by torch.profiler"),
     Part("bench", 420, "timings against torch's DDP and DP and the plain module"),
     Part("memory", 240, "what gradients cost, against torch DDP"),
     Part("rehearsal", 600, "alone, nccl and failures in few processes, for --fake"),
@@ -82,7 +82,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     add("parts", nargs="*", default=["all"], metavar="part")
     add("--within", type=float, metavar="SECONDS", help="limit of the whole call")
     add("--limit", type=float, metavar="SECONDS", help="limit of each part")
-    add("--only", default="", metavar="TEXT", help="checks whose names hold it")
+    add("--only", default="", metavar="TEXT", help="only checks whose names contain it")
     add("--fake", action="store_true", help="rehearse on simulated CUDA and NCCL")
     add("--quick", action="store_true", help="fewer sizes and rounds")
     args = parser.parse_args(words)

@@ -42,7 +42,7 @@ def under(tool: str, part: str, only: str, until: float) -> dict[str, Any]:
     try:
         words = part_build.run_command(command, part_build.ROOT, left, **env)
     except subprocess.TimeoutExpired:
-        raise Skip(f"not done after {left:.0f} s, nothing said before") from None
+        raise Skip(f"not done after {left:.0f} s, without a report before") from None
     assert "passed" in words, f"nothing was checked: {words[-N_WORDS:]}"
     return {"summary": words.rstrip().rpartition("\n")[2]}
 

@@ -168,7 +168,7 @@ def judge(rows: dict[int, dict[str, Any]], why: str) -> tuple[str, str]:
         return "failed", "\n".join([*words, why]).strip()
     skipped = [row["words"] for row in rows.values() if row["result"] == "skipped"]
     if skipped and len(skipped) < len(rows):
-        return "failed", f"skipped on some ranks alone: {skipped[0]}"
+        return "failed", f"skipped only on some ranks: {skipped[0]}"
     return ("skipped", skipped[0]) if skipped else ("passed", "")
 
 

@@ -69,7 +69,7 @@ class World:
         gc.collect()
         if is_fake():
             found = simulated().errors()
-            assert not found, f"the simulated CUDA has these against it: {found}"
+            assert not found, f"simulated CUDA has found misuses: {found}"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return figures

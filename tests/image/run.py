@@ -54,7 +54,7 @@ def run_started(command: Sequence[str], **options: Any) -> Any:
         said = f"{done.stdout}{done.stderr}"
         if done.returncode == 0 or NOT_STARTED not in said or is_last:
             break
-        say("the container runtime could not start: once more")
+        say("the container runtime could not start: trying again")
     return done
 
 
@@ -142,7 +142,7 @@ def build() -> None:
     log.write_text(done.stdout)
     if done.returncode != 0:
         say("\n".join(done.stdout.splitlines()[-20:]))
-        sys.exit(f"image-test: the build failed; all of it is in {log}")
+        sys.exit(f"image-test: the build failed; its output is in {log}")
     buildah("rmi", "--prune", "--force")  # the previous image
 
 
@@ -151,7 +151,7 @@ def build() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", action="store_true", help="check the image at hand")
+    parser.add_argument("--keep", action="store_true", help="only check an image")
     arguments = parser.parse_args()
     reason = why_not()
     if reason:

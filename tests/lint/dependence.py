@@ -77,18 +77,18 @@ def check_includes(path: str, code: str) -> Found:
     folder = path.rpartition("/")[0]
     allowed = C_FILES.get(path.rpartition(".")[0], C_FOLDERS.get(folder))
     if allowed is None:
-        yield 1, "layers", f"{folder}/ stands in no table: see tests/lint/dependence.py"
+        yield 1, "layers", f"{folder}/ is in no table: see tests/lint/dependence.py"
         return
     own = path.rpartition(".")[0]
     for line, quote, name in includes(code):
         if name == "Python.h" and not path.startswith("python/"):
-            yield line, "layers", "Python.h is for csrc/python alone"
+            yield line, "layers", "only csrc/python may include Python.h"
         if quote != '"':
             continue
         target = target_of(path, name)
         home = target.rpartition("/")[0]
         if "./" in name or home not in C_FOLDERS:
-            yield line, "layers", f'"{name}": name it from csrc/, or in its own folder'
+            yield line, "layers", f'"{name}": give its path from csrc/ or in its folder'
         elif target.rpartition(".")[0] == own:
             continue
         elif home not in allowed and (home != folder or own in C_FILES):

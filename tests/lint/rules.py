@@ -128,7 +128,7 @@ def check_test_names(path: str, text: str) -> Found:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             words = node.name.removeprefix("test_").split("_")
             if len(words) < MIN_TEST_WORDS:
-                yield node.lineno, "test-name", f"{node.name} is not yet a sentence"
+                yield node.lineno, "test-name", f"{node.name} is not a sentence"
 
 
 def is_private(name: str) -> bool:

@@ -235,7 +235,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default: all")
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
-    parser.add_argument("--torch", help="another torch than the rows'")
+    parser.add_argument("--torch", help="a torch version for all rows")
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     chosen = parser.parse_args(words[:cut])

@@ -304,15 +304,15 @@ def survey(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--list", action="store_true", help="print the mutants alone")
+    add("--list", action="store_true", help="only print the mutants")
     add("--only", default="", help="those whose name has this pattern")
-    add("--sample", type=int, default=0, help="so many of each folder, drawn")
-    add("--seed", type=int, default=1, help="what they are drawn by")
-    add("--levels", default=",".join(LEVELS), help="whose tests to run, in order")
-    add("--by-level", action="store_true", help="go on when a level has killed one")
-    add("--quick", action="store_true", help="of the parity tests, some quick files")
-    add("--go-on", action="store_true", help="leave out what has been tried")
-    add("--seconds", type=float, default=1e9, help="what a level's tests may take")
+    add("--sample", type=int, default=0, help="draw this many of each folder")
+    add("--seed", type=int, default=1, help="seed for --sample")
+    add("--levels", default=",".join(LEVELS), help="levels to run, in order")
+    add("--by-level", action="store_true", help="run all levels, also after a kill")
+    add("--quick", action="store_true", help="only some quick parity tests")
+    add("--go-on", action="store_true", help="skip mutants that were tried before")
+    add("--seconds", type=float, default=1e9, help="limit for a level's tests")
     add("--jobs", type=int, default=1, help="mutants at once")
     options = parser.parse_args()
     mutants = all_mutants()
@@ -352,7 +352,7 @@ def main() -> int:
         TABLE.write_text(table(mutants, results))
     for place in places:
         place.close()
-    print(f"{len(tried)} mutants, {len(wrong)} survive, or are no equivalents:")
+    print(f"{len(tried)} mutants, {len(wrong)} survive, or are not equivalent:")
     print("\n".join(wrong))
     return bool(wrong)
 

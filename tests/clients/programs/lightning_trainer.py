@@ -107,7 +107,7 @@ class ByHand(Classifier):
 
 
 class Recorder(Callback):
-    """Adds a rank's weights to the rank's file."""
+    """Adds a rank's losses, weights and metrics to its file."""
 
     def __init__(self, out, title):
         self.out, self.title = out, title
