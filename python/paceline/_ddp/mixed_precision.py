@@ -90,6 +90,8 @@ def _slots(module: torch.nn.Module, dtype: torch.dtype) -> Iterator[_Slot]:
 class _Swap:
     """Puts copies in place of a module's parameters, until :meth:`restore`."""
 
+    _slots: Sequence[_Slot] = ()  # dynamo makes, and deletes, one without __init__
+
     def __init__(self, slots: list[_Slot], copies: dict[torch.Tensor, Any]) -> None:
         self._slots, self._copies = slots, copies
         for owner, name, parameter in slots:
