@@ -69,6 +69,7 @@ boundary: dimension 0 has had its own way before
 boundary: what is read behind the end is not used
     csrc/python/dp/leaf.c pli_leaf_shape d < dl.ndim
     csrc/python/dp/scatter.c put_packed i < PyTuple_GET_SIZE(part)
+    csrc/replicas/device_group.c pack j < n
 
 never: streams that are the current ones already are made so again: only time is lost
     python/paceline/_dp/group.py Streams.on group.native.streams() == self.numbers

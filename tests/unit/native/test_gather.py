@@ -11,7 +11,7 @@ from paceline._compat import torch_core
 from support.leaks import assert_leaves_nothing
 from torch.nn.parallel import scatter_gather
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
-from values import Attributed, Box, Classified, Frozen, Pair, rows, same
+from values import Attributed, Box, Classified, Frozen, Odd, Pair, rows, same
 
 torch_core.attach()
 
@@ -30,6 +30,7 @@ MAKERS = {
     "masked array": lambda x: np.ma.masked_equal(x.numpy(), 6),
     "tuple": lambda x: (x, x + 1),
     "list": lambda x: [x],
+    "list of a number a row": lambda x: [int(row[0]) for row in x],
     "nested": lambda x: {"a": [(x, None)], 3: {"b": x}},
     "namedtuple": lambda x: Pair(x, (x,)),
     "structseq": lambda x: torch.sort(x, dim=1),
@@ -127,6 +128,7 @@ DIFFERENT = {
     "dims": (A, rows(2), ValueError, r"\(3, 2\) on replica 0 and \(2,\) on replica 1"),
     "scalar": (A, torch.tensor(1.0), ValueError, r"and \(\) on replica 1"),
     "array shape": (A.numpy(), np.ones((2, 3)), ValueError, "pad them"),
+    "odd": (Odd.of(1, 2, 3), Odd.of(4, 5), TypeError, "Odd.__new__ made a list"),
     "field": (Frozen(A), Frozen(B[:, 0]), ValueError, r"output\.x has shape"),
 }
 

@@ -100,6 +100,8 @@ def test_a_leaf_without_the_dimension_is_named():
     assert "paceline.replicate(x)" in str(caught.value)
     with pytest.raises(ValueError, match="no dimension -3"):
         _native.scatter((np.ones((2, 4)),), {}, 2, -3)
+    with pytest.raises(ValueError, match="65 dimensions: at most 64"):
+        _native.scatter((torch.ones([1] * 65),), {}, 2, 0)
 
 
 ROWS = [rows(2), rows(3)]

@@ -21,6 +21,7 @@ from values import (
     Classified,
     Frozen,
     Noted,
+    Odd,
     Pair,
     Slotted,
     Wanting,
@@ -75,7 +76,9 @@ def test_each_container_comes_back_as_it_was_and_nothing_is_left(name):
         tree, found = _native.flatten(value)
         tree.unflatten(found)
 
-    assert_leaves_nothing(once, type(value), *leaves)
+    node = torch.utils._pytree.SUPPORTED_NODES.get(type(value))
+    read = getattr(type(value), "_fields", None), getattr(node, "unflatten_fn", None)
+    assert_leaves_nothing(once, type(value), *leaves, *filter(None, read))
 
 
 def test_paths_name_attributes_and_items():
@@ -104,6 +107,9 @@ def test_a_dataclass_is_rebuilt_without_its_constructor():
     assert Wanting.n_made == before + 1
     assert again.extra == "kept"
     assert torch.equal(again.x, t + 1)
+    del value.x  # a field that this instance lacks
+    tree, leaves = _native.flatten([t, value])
+    assert tree.unflatten(leaves)[1] is value
 
 
 def test_a_cached_property_is_computed_anew():
@@ -186,21 +192,58 @@ def test_a_container_that_holds_itself_is_an_error():
         _native.flatten(marker)
 
 
-def test_an_error_in_a_registered_function_comes_out_and_leaves_nothing():
-    class Failing:
-        pass
+def fail(*_):
+    raise KeyError("mine")
 
-    def fail(_):
-        raise KeyError("mine")
 
-    torch.utils._pytree.register_pytree_node(Failing, fail, fail)
-    value = [rows(2), {"a": (Pair(rows(3), 1), Failing())}]
+class Failing:
+    pass
+
+
+class Unread(dict):
+    __iter__ = fail
+
+
+class Sealed(dict):
+    __setitem__ = fail
+
+
+@dataclasses.dataclass
+class Unset:
+    x: int = dataclasses.field(init=False)
+    __getattr__ = fail
+
+
+def register(kind, flatten):
+    torch.utils._pytree.register_pytree_node(kind, flatten, fail)
+
+
+register(Failing, fail)
+register(Unread, lambda value: (list(dict.values(value)), None))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (Failing, KeyError, "mine"),
+        (lambda: Unread(a=1), KeyError, "mine"),
+        (Unset, KeyError, "mine"),
+        (lambda: Sealed(a=1), KeyError, "mine"),
+        (lambda: Odd.of(1), TypeError, "Odd.__new__ made a list"),
+    ],
+)
+def test_an_error_in_a_container_comes_out_and_leaves_nothing(make, kind, words):
+    value = [rows(2), {"a": (Pair(rows(3), 1), make())}]
+
+    def build_again():
+        tree, leaves = _native.flatten(value)
+        tree.unflatten(leaves)
 
     def once():
-        with pytest.raises(KeyError, match="mine"):
-            _native.flatten(value)
+        with pytest.raises(kind, match=words):
+            build_again()
 
-    assert_leaves_nothing(once, value, value[0], Failing)
+    assert_leaves_nothing(once, value, value[0], type(value[1]["a"][1]))
 
 
 def test_trees_need_no_numpy():
