@@ -19,7 +19,7 @@ typedef struct cpu_backend {
 pl_status pli_cpu_sums(const pli_sum_table **out)
 {
     pl_status st = PL_OK;
-    const char *word = pli_config_isa();
+    const char *word = pli_config_word("PACELINE_ISA");
     pli_isa isa = PLI_ISA_PLAIN;
     if (word == NULL) {
         *out = pli_sum_table_best();

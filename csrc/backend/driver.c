@@ -170,7 +170,7 @@ pl_status pli_driver_open(const char *path, const pli_driver **out)
     pl_status st = PL_OK;
     opened_library *fresh = NULL;
     if (path == NULL)
-        path = pli_config_libcuda();
+        path = pli_config_word("PACELINE_LIBCUDA");
     if (path == NULL)
         path = "libcuda.so.1";
     (void)pthread_mutex_lock(&lock);

@@ -4,38 +4,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static const char *word_of(const char *name)
+const char *pli_config_word(const char *name)
 {
     const char *word = getenv(name);
     return word != NULL && word[0] != '\0' ? word : NULL;
 }
 
-const char *pli_config_isa(void)
-{
-    return word_of("PACELINE_ISA");
-}
-
-const char *pli_config_libcuda(void)
-{
-    return word_of("PACELINE_LIBCUDA");
-}
-
-const char *pli_config_libnccl(void)
-{
-    return word_of("PACELINE_LIBNCCL");
-}
-
-int pli_config_nccl_blocks(void)
-{
-    const char *word = word_of("PACELINE_NCCL_BLOCKING");
-    return word == NULL || word[0] != '0';
-}
-
 /* The XDG Base Directory Specification says to ignore relative paths. */
 int pli_config_cache_folder(char *out, size_t n_bytes)
 {
-    const char *cache = word_of("XDG_CACHE_HOME");
-    const char *home = word_of("HOME");
+    const char *cache = pli_config_word("XDG_CACHE_HOME");
+    const char *home = pli_config_word("HOME");
     int n = -1;
     if (cache != NULL && cache[0] == '/')
         n = snprintf(out, n_bytes, "%s", cache);
@@ -47,7 +26,7 @@ int pli_config_cache_folder(char *out, size_t n_bytes)
 pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out)
 {
     pl_status st = PL_OK;
-    const char *word = word_of("PACELINE_TIMEOUT");
+    const char *word = pli_config_word("PACELINE_TIMEOUT");
     if (word == NULL) {
         *out = otherwise_ns;
         goto done;

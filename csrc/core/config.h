@@ -17,15 +17,8 @@
 
 #include "status.h"
 
-/* The word in PACELINE_ISA, or NULL if it is not set. */
-const char *pli_config_isa(void);
-
-/* The path in PACELINE_LIBCUDA or PACELINE_LIBNCCL; NULL if it is not set. */
-const char *pli_config_libcuda(void);
-const char *pli_config_libnccl(void);
-
-/* Non-zero unless the word in PACELINE_NCCL_BLOCKING begins with 0. */
-int pli_config_nccl_blocks(void);
+/* The value of a variable; NULL if it is empty or not set. */
+const char *pli_config_word(const char *name);
 
 /* Writes the path of the user's cache folder.  0 if the environment names no absolute
  * path, or if the path needs more than n_bytes. */

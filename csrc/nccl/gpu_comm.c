@@ -287,10 +287,8 @@ static void end_well(pli_gpu_comm *self)
         /* Deregistering asks a peer's proxy: if that does not answer, the watchdog ends
          * the call.  A graph may be replaying operations that the ring does not
          * hold. */
-        if (!atomic_load(&self->is_captured) || pli_pool_await(self->pool)) {
-            pli_nccl_deregister(self->nccl, self->staging_handle);
+        if (!atomic_load(&self->is_captured) || pli_pool_await(self->pool))
             pli_pool_deregister(self->pool, self->nccl);
-        }
         /* The watchdog would take an ended communicator for an aborted one. */
         end_watch(self);
         pli_nccl_finish(self->nccl, FLUSH_MS * PLI_MS);
@@ -311,6 +309,8 @@ static void tear_down(pli_gpu_comm *self)
     self->backend->ops->event_destroy(self->backend, self->drained);
     if (self->block != NULL)
         self->block->ref.release(&self->block->ref);
+    if (self->staging != NULL)
+        self->staging->ref.release(&self->staging->ref);
     pli_pool_close(self->pool);
     pli_nccl_library_release(self->library);
     pli_backend_destroy(self->backend);

@@ -215,7 +215,6 @@ static pl_status renew_communicator(pli_gpu_comm *self)
     self->nccl = NULL;
     (void)pthread_mutex_unlock(&self->lock);
     pli_nccl_destroy(old);
-    self->staging_handle = NULL;
     pli_pool_deregister(self->pool, NULL);
     st = self->backend->ops->event_record(self->backend, self->drained, self->side);
     if (st == PL_OK)

@@ -39,10 +39,9 @@ typedef struct pli_gpu_comm {
 
     pli_pool *pool;
     pli_block *block;
-    pli_nccl_memory staging; /* of sums in float32 */
-    void *staging_handle;
-    int is_registered; /* every rank's memory is registered with NCCL */
-    int is_left;       /* a helper thread that uses this world was left behind */
+    pli_block *staging; /* of sums in float32; NULL: none */
+    int is_registered;  /* every rank's memory is registered with NCCL */
+    int is_left;        /* a helper thread that uses this world was left behind */
 
     uint64_t hash; /* of all device operations since the start, or since recovery */
     _Atomic uint64_t step;

@@ -16,7 +16,6 @@ struct pli_pool {
     atomic_int n_refs; /* the world's, and each block's */
     int is_closed;
     pli_block *blocks;                    /* in use, or spares */
-    pli_block *others;                    /* of pli_pool_alloc() */
     pli_block *retired;                   /* the world's thread alone */
     pl_stream *readers[PLI_POOL_READERS]; /* the newest first; under the lock */
 };
@@ -325,8 +324,7 @@ static pl_status alloc_memory(const pli_pool_options *options, size_t n_bytes,
     return st;
 }
 
-static pl_status make_block(pli_pool *pool, size_t n_bytes, pli_block **list,
-                            pli_block **out)
+pl_status pli_pool_alloc(pli_pool *pool, size_t n_bytes, pli_block **out)
 {
     pl_status st = PL_OK;
     pli_block *made = NULL;
@@ -337,7 +335,7 @@ static pl_status make_block(pli_pool *pool, size_t n_bytes, pli_block **list,
     made->n_users = 1;
     atomic_fetch_add(&pool->n_refs, 1);
     (void)pthread_mutex_lock(&pool->lock);
-    push(list, made);
+    push(&pool->blocks, made);
     (void)pthread_mutex_unlock(&pool->lock);
     *out = made;
     made = NULL;
@@ -351,18 +349,8 @@ pl_status pli_pool_take(pli_pool *pool, pli_block **out)
     pl_status st = PL_OK;
     pli_block *block = take_spare(pool);
     if (block == NULL)
-        PL_TRY(make_block(pool, pool->options.n_bytes, &pool->blocks, &block));
+        PL_TRY(pli_pool_alloc(pool, pool->options.n_bytes, &block));
     *out = block;
-done:
-    return st;
-}
-
-pl_status pli_pool_alloc(pli_pool *pool, size_t n_bytes, pli_nccl_memory *out)
-{
-    pl_status st = PL_OK;
-    pli_block *block = NULL;
-    PL_TRY(make_block(pool, n_bytes, &pool->others, &block));
-    *out = block->memory;
 done:
     return st;
 }
@@ -440,9 +428,8 @@ void pli_pool_close(pli_pool *pool)
     pool->is_closed = 1;
     pli_block *list = cut_spares_locked(pool, 0);
     (void)pthread_mutex_unlock(&pool->lock);
-    push_all(&list, pool->others);
     push_all(&list, pool->retired);
-    pool->others = pool->retired = NULL;
+    pool->retired = NULL;
     leave_over(list);
     free_leftovers(pool->options.backend, 1);
     drop(pool);

@@ -52,7 +52,7 @@ static pl_status copy_own(pli_gpu_comm *self, const sum_piece *part)
     const size_t rank = (size_t)self->super.rank;
     const size_t block_bytes = part->n_block * ELEM_BYTES;
     const size_t at_rest = (size_t)self->super.world_size * block_bytes;
-    char *staging = self->staging.address;
+    char *staging = self->staging->memory.address;
     pl_move moves[2];
     size_t n_moves = 0;
     if (part->n_block > 0)
@@ -86,13 +86,13 @@ static pl_status add_piece(pli_gpu_comm *self, const sum_piece *part)
     const size_t n_ranks = (size_t)self->super.world_size;
     const size_t block_bytes = part->n_block * ELEM_BYTES;
     const pli_nccl_swap swap = {.from = part->memory,
-                                .to = self->staging.address,
+                                .to = self->staging->memory.address,
                                 .from_stride_bytes = block_bytes,
                                 .to_stride_bytes = block_bytes,
                                 .n_bytes = block_bytes};
     const pl_rank_ranges blocks = {.to = part->memory +
                                          (size_t)self->super.rank * block_bytes,
-                                   .from = self->staging.address,
+                                   .from = self->staging->memory.address,
                                    .stride_bytes = block_bytes,
                                    .n_elems = part->n_block};
     const pl_rank_ranges rests = {.to = part->memory + n_ranks * block_bytes,
@@ -125,8 +125,8 @@ static pl_status sum_in_order(pli_gpu_comm *self, const pl_op *op, char *memory)
                          .n_block = n / n_ranks / BLOCK_ELEMS * BLOCK_ELEMS};
         one.n_rest = n - n_ranks * one.n_block;
         one.rest_stride_bytes = rounded(one.n_rest * ELEM_BYTES);
-        one.rests =
-            (char *)self->staging.address + rounded(n_ranks * one.n_block * ELEM_BYTES);
+        one.rests = (char *)self->staging->memory.address +
+                    rounded(n_ranks * one.n_block * ELEM_BYTES);
         PL_TRY(add_piece(self, &one));
         n_done += n;
     }

@@ -38,8 +38,7 @@ static pl_status code_of(pli_nccl_result result, const char *text)
 pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
                         pli_nccl_result result, const char *doing)
 {
-    const char *last =
-        library->GetLastError != NULL ? library->GetLastError(comm) : NULL;
+    const char *last = library->GetLastError(comm);
     if (last == NULL)
         last = "";
     if (strstr(last, "Duplicate GPU") != NULL ||    /* up to 2.29 */
@@ -278,7 +277,7 @@ done:
  * NVSwitch machines far exceeds a small allocation. */
 static int prefers_its_own(const pli_nccl_library *library, size_t n_bytes)
 {
-    return library != NULL && library->MemAlloc != NULL &&
+    return library != NULL &&
            (library->version >= FINE_VERSION || n_bytes >= COARSE_BYTES);
 }
 
@@ -324,8 +323,7 @@ void *pli_nccl_register(pli_nccl *self, const pli_nccl_memory *memory)
 {
     void *handle = NULL;
     pli_cuda_scope scope;
-    if (self == NULL || self->library->CommRegister == NULL || !memory->is_of_nccl ||
-        begin_call(self, &scope) != PL_OK)
+    if (self == NULL || !memory->is_of_nccl || begin_call(self, &scope) != PL_OK)
         return NULL;
     const pli_nccl_result result = self->library->CommRegister(
         self->comm, memory->address, memory->n_bytes, &handle);

@@ -87,9 +87,8 @@ void pli_nccl_deregister(pli_nccl *nccl, void *handle);
 void pli_nccl_abort(pli_nccl *nccl);
 
 /* Waits up to most_ns until NCCL has flushed finished work, so that peers that still
- * receive it come to no harm; then aborts.  If graphs may hold operations, or NCCL is
- * older than 2.14, destroys the communicator instead, in a thread left behind if that
- * takes too long. */
+ * receive it come to no harm; then aborts.  If graphs may hold operations, destroys the
+ * communicator instead, in a thread left behind if that takes too long. */
 void pli_nccl_finish(pli_nccl *nccl, int64_t most_ns);
 
 /* Aborts and frees; never waits for other ranks.  No thread may be inside.  NULL is

@@ -2,9 +2,9 @@
  *
  * Each of these calls may wait for peers, graphs or the device.  So a helper thread
  * makes the call, and the caller waits a limited time.  CommDestroy frees the
- * communicator, so nothing may be called on it beside or after that.  If NCCL can flush
- * separately (CommFinalize), only the flush is given up, and the communicator is then
- * aborted; a helper that has not yet begun the flush must not begin it any more.
+ * communicator, so nothing may be called on it beside or after that.  CommFinalize
+ * flushes before: only the flush is given up, and the communicator is then aborted; a
+ * helper that has not yet begun the flush must not begin it any more.
  */
 #include <stdatomic.h>
 #include <unistd.h>
@@ -162,8 +162,6 @@ void pli_nccl_finish(pli_nccl *self, int64_t most_ns)
     const ending destroy = self->library->CommDestroy;
     if (atomic_load(&self->is_captured))
         end_comm(self, destroy, GRAPHS_MS * PLI_MS);
-    else if (self->library->CommFinalize == NULL) /* CommDestroy flushes then */
-        end_comm(self, destroy, most_ns);
     else if (flush(self, most_ns))
         end_comm(self, destroy, ABORT_MS * PLI_MS);
     pli_nccl_abort(self);

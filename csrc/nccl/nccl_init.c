@@ -65,14 +65,13 @@ static void drop_meeting(void *context)
     free_meeting(self);
 }
 
-/* Whether NCCL's calls must block: if NCCL has no other mode; in 2.26, whose other mode
- * was reported to hang; and unless the user chose the other mode, which starts a thread
- * per call since 2.23.  NCCL_COMM_BLOCKING overrides this choice; nothing else depends
- * on it. */
+/* Whether NCCL's calls must block: in 2.26, whose other mode was reported to hang; and
+ * unless the user chose the other mode, which starts a thread per call since 2.23.
+ * NCCL_COMM_BLOCKING overrides this choice; nothing else depends on it. */
 static int is_to_block(const pli_nccl_library *library)
 {
-    return library->CommInitRankConfig == NULL || library->version / 100 == 226 ||
-           pli_config_nccl_blocks();
+    const char *word = pli_config_word("PACELINE_NCCL_BLOCKING");
+    return library->version / 100 == 226 || word == NULL || word[0] != '0';
 }
 
 static pl_status meet(void *context)

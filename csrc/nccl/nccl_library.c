@@ -51,37 +51,13 @@ static void *try_loaded(library_search *self)
 
 static void *find(const char *path, library_search *self)
 {
-    const char *chosen = pli_config_libnccl();
+    const char *chosen = pli_config_word("PACELINE_LIBNCCL");
     if (chosen != NULL)
         return try_path(self, chosen);
     void *handle = try_loaded(self);
     if (handle == NULL && path != NULL)
         handle = try_path(self, path);
     return handle != NULL ? handle : try_path(self, SONAME);
-}
-
-static pl_status take_symbols(pli_nccl_library *library)
-{
-    pl_status st = PL_OK;
-    void *symbol = NULL;
-#define TAKE_OPTIONAL(name, result, arguments)                                         \
-    symbol = dlsym(library->handle, "nccl" #name);                                     \
-    memcpy(&library->name, &symbol, sizeof symbol);
-#define TAKE_REQUIRED(name, result, arguments)                                         \
-    TAKE_OPTIONAL(name, result, arguments)                                             \
-    if (symbol == NULL)                                                                \
-        PL_FAIL(PL_EUNSUPPORTED, "this NCCL has no nccl" #name ": " WHAT_TO_DO);
-    PLI_NCCL_REQUIRED_MAP(TAKE_REQUIRED)
-    PLI_NCCL_OPTIONAL_MAP(TAKE_OPTIONAL)
-#undef TAKE_REQUIRED
-#undef TAKE_OPTIONAL
-    /* Neither function of a pair is of use without the other. */
-    if (library->MemFree == NULL)
-        library->MemAlloc = NULL;
-    if (library->CommDeregister == NULL)
-        library->CommRegister = NULL;
-done:
-    return st;
 }
 
 /* Up to 2.8, version 2804 is 2.8.4; since then, 20908 is 2.9.8. */
@@ -92,13 +68,30 @@ static pl_status check_version(pli_nccl_library *library)
     const int v = library->version;
     const int of_major = v < 10000 ? 1000 : 10000;
     if (result != PLI_NCCL_SUCCESS)
-        PL_FAIL(PL_EUNSUPPORTED, "cannot read NCCL's version: %s",
-                library->GetErrorString(result));
+        PL_FAIL(PL_EUNSUPPORTED, "cannot read NCCL's version (error %d)", result);
     if (v < PLI_NCCL_OLDEST)
-        PL_FAIL(
-            PL_EUNSUPPORTED,
-            "NCCL %d.%d.%d is too old, 2.10 is the oldest that averages: " WHAT_TO_DO,
-            v / of_major, v % of_major / 100, v % 100);
+        PL_FAIL(PL_EUNSUPPORTED,
+                "NCCL %d.%d.%d is too old, 2.19 or later is needed: " WHAT_TO_DO,
+                v / of_major, v % of_major / 100, v % 100);
+done:
+    return st;
+}
+
+static pl_status take_symbols(pli_nccl_library *library)
+{
+    pl_status st = PL_OK;
+    const char *lacks = NULL;
+    void *symbol = NULL;
+#define TAKE(name, result, arguments)                                                  \
+    symbol = dlsym(library->handle, "nccl" #name);                                     \
+    memcpy(&library->name, &symbol, sizeof symbol);                                    \
+    lacks = symbol == NULL && lacks == NULL ? "nccl" #name : lacks;
+    PLI_NCCL_MAP(TAKE)
+#undef TAKE
+    if (library->GetVersion != NULL)
+        PL_TRY(check_version(library)); /* says more of an old library */
+    if (lacks != NULL)
+        PL_FAIL(PL_EUNSUPPORTED, "this NCCL has no %s: " WHAT_TO_DO, lacks);
 done:
     return st;
 }
@@ -117,7 +110,6 @@ pl_status pli_nccl_library_open(const char *path, pli_nccl_library **out)
                 ".  Tried: %s",
                 tried.tried);
     PL_TRY(take_symbols(library));
-    PL_TRY(check_version(library));
     *out = library;
     library = NULL;
 done:

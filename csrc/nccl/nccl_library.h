@@ -35,7 +35,7 @@ typedef struct pli_nccl_config {
 #endif
 
 enum { PLI_NCCL_MAGIC = (int)0xcafebeef, PLI_NCCL_CONFIG_VERSION = 21400 };
-enum { PLI_NCCL_OLDEST = 21000 }; /* the first with ncclAvg */
+enum { PLI_NCCL_OLDEST = 21900 }; /* the first that has all functions below */
 
 /* ours, NCCL's, value */
 #define PLI_NCCL_RESULT_MAP(X)                                                         \
@@ -72,8 +72,8 @@ enum { PLI_NCCL_DTYPE_MAP(PLI_NCCL_ENUM) };
 enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
 #undef PLI_NCCL_ENUM
 
-/* name, result, arguments: functions that every NCCL since 2.10 has */
-#define PLI_NCCL_REQUIRED_MAP(X)                                                       \
+/* name, result, arguments */
+#define PLI_NCCL_MAP(X)                                                                \
     X(GetVersion, pli_nccl_result, (int *out))                                         \
     X(GetErrorString, const char *, (pli_nccl_result result))                          \
     X(GetUniqueId, pli_nccl_result, (pli_nccl_id * out))                               \
@@ -102,17 +102,14 @@ enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
       (void *to, size_t count, pli_nccl_dtype dtype, int peer, pli_nccl_comm comm,     \
        pli_nccl_stream stream))                                                        \
     X(GroupStart, pli_nccl_result, (void))                                             \
-    X(GroupEnd, pli_nccl_result, (void))
-
-/* ... and those of newer versions (the last two: 2.19); NULL if missing */
-#define PLI_NCCL_OPTIONAL_MAP(X)                                                       \
-    X(GetLastError, const char *, (pli_nccl_comm comm)) /* 2.13 */                     \
+    X(GroupEnd, pli_nccl_result, (void))                                               \
+    X(GetLastError, const char *, (pli_nccl_comm comm))                                \
     X(CommInitRankConfig, pli_nccl_result,                                             \
       (pli_nccl_comm * out, int n_ranks, pli_nccl_id id, int rank,                     \
-       pli_nccl_config *config))                               /* 2.14 */              \
-    X(CommFinalize, pli_nccl_result, (pli_nccl_comm comm))     /* 2.14 */              \
-    X(MemAlloc, pli_nccl_result, (void **out, size_t n_bytes)) /* 2.19 */              \
-    X(MemFree, pli_nccl_result, (void *memory))                /* 2.19 */              \
+       pli_nccl_config *config))                                                       \
+    X(CommFinalize, pli_nccl_result, (pli_nccl_comm comm))                             \
+    X(MemAlloc, pli_nccl_result, (void **out, size_t n_bytes))                         \
+    X(MemFree, pli_nccl_result, (void *memory))                                        \
     X(CommRegister, pli_nccl_result,                                                   \
       (const pli_nccl_comm comm, void *memory, size_t n_bytes, void **out))            \
     X(CommDeregister, pli_nccl_result, (const pli_nccl_comm comm, void *handle))
@@ -122,8 +119,7 @@ typedef struct pli_nccl_library {
     void *handle;
     int version; /* 22907 for 2.29.7 */
 #define PLI_NCCL_FIELD(name, result, arguments) result(*name) arguments;
-    PLI_NCCL_REQUIRED_MAP(PLI_NCCL_FIELD)
-    PLI_NCCL_OPTIONAL_MAP(PLI_NCCL_FIELD)
+    PLI_NCCL_MAP(PLI_NCCL_FIELD)
 #undef PLI_NCCL_FIELD
     atomic_int n_users;
 } pli_nccl_library;

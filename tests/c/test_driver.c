@@ -49,13 +49,13 @@ TEST(the_environment_names_the_driver_where_nobody_else_does)
     fake_reset(NULL);
     CHECK_OK(pli_driver_open(fake_path(), &named));
     (void)setenv("PACELINE_LIBCUDA", fake_path(), 1);
-    CHECK(pli_config_libcuda() != NULL);
+    CHECK(pli_config_word("PACELINE_LIBCUDA") != NULL);
     CHECK_OK(pli_driver_open(NULL, &found));
     CHECK(found == named);
     (void)setenv("PACELINE_LIBCUDA", "", 1);
-    CHECK(pli_config_libcuda() == NULL);
+    CHECK(pli_config_word("PACELINE_LIBCUDA") == NULL);
     (void)unsetenv("PACELINE_LIBCUDA");
-    CHECK(pli_config_libcuda() == NULL);
+    CHECK(pli_config_word("PACELINE_LIBCUDA") == NULL);
 }
 
 TEST(where_there_is_no_driver_words_say_what_to_do)

@@ -291,28 +291,6 @@ TEST(a_base_without_room_for_the_words_is_refused)
     CHECK(fake_live_objects() == 0);
 }
 
-/* ---- functions of newer versions of NCCL ---------------------------------------- */
-
-TEST(older_versions_of_nccl_do_as_well)
-{
-    for (uint64_t seed = 1; seed <= 16; seed++) {
-        gpu_ranks all = gpu_ranks_of(3, seed, schedules[seed % 3]);
-        if (!gpu_ranks_start(&all))
-            return;
-        if (seed % 2 != 0)
-            all.library->CommInitRankConfig = NULL;
-        if (seed / 2 % 2 != 0)
-            all.library->MemAlloc = NULL;
-        if (seed / 4 % 2 != 0)
-            all.library->CommRegister = NULL;
-        if (seed / 8 % 2 != 0)
-            all.library->CommFinalize = NULL;
-        all.library->GetLastError = NULL;
-        CHECK(gpu_ranks_run(&all, run_random_steps, NULL) == 0);
-        gpu_ranks_end(&all);
-    }
-}
-
 /* ---- graphs --------------------------------------------------------------------- */
 
 static void capture_and_replay(gpu_rank *self)

@@ -316,8 +316,7 @@ TEST(small_arenas_are_not_of_an_nccl_that_rounds_far_up)
 TEST(new_memory_is_zeros)
 {
     bench it;
-    pli_block *block = NULL;
-    pli_nccl_memory other;
+    pli_block *block = NULL, *other = NULL;
     char found[2][ARENA];
     fake_options fake = fake_defaults();
     if (!bench_open(&it, &fake, ARENA, NULL))
@@ -327,11 +326,14 @@ TEST(new_memory_is_zeros)
         CHECK_OK(pli_pool_alloc(it.pool, ARENA, &other)) &&
         CHECK_OK(
             pli_cuda_read(it.backend, found[0], block->memory.address, ARENA, side)) &&
-        CHECK_OK(pli_cuda_read(it.backend, found[1], other.address, ARENA, side)))
+        CHECK_OK(
+            pli_cuda_read(it.backend, found[1], other->memory.address, ARENA, side)))
         for (size_t i = 0; i < sizeof found; i++)
             if (!CHECK(((char *)found)[i] == 0))
                 break;
     if (block != NULL)
         block->ref.release(&block->ref);
+    if (other != NULL)
+        other->ref.release(&other->ref);
     bench_close(&it);
 }

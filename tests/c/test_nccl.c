@@ -39,7 +39,7 @@ TEST(one_that_is_too_old_is_refused_by_its_version)
     static const struct {
         int version;
         const char *text; /* NULL: new enough */
-    } all[] = {{2804, "2.8.4"}, {20908, "2.9.8"}, {21000, NULL}, {23203, NULL}};
+    } all[] = {{2804, "2.8.4"}, {21805, "2.18.5"}, {21900, NULL}, {23203, NULL}};
     for (int k = 0; k < 4; k++) {
         pli_nccl_library *library = NULL;
         fake_options options = fake_defaults();

@@ -214,16 +214,16 @@ TEST(the_instruction_set_is_the_one_that_is_asked_for)
     const pli_sum_table *sums = NULL;
     pl_backend *backend = NULL;
     (void)setenv("PACELINE_ISA", "plain", 1);
-    CHECK(strcmp(pli_config_isa(), "plain") == 0);
+    CHECK(strcmp(pli_config_word("PACELINE_ISA"), "plain") == 0);
     CHECK_OK(pli_cpu_sums(&sums));
     CHECK(sums == pli_sum_table_of(PLI_ISA_PLAIN));
     (void)setenv("PACELINE_ISA", "abacus", 1);
     CHECK_FAILS(pli_cpu_backend_create(&backend), PL_EINVAL, "abacus");
     CHECK(backend == NULL);
     (void)setenv("PACELINE_ISA", "", 1);
-    CHECK(pli_config_isa() == NULL);
+    CHECK(pli_config_word("PACELINE_ISA") == NULL);
     (void)unsetenv("PACELINE_ISA");
-    CHECK(pli_config_isa() == NULL);
+    CHECK(pli_config_word("PACELINE_ISA") == NULL);
     CHECK_OK(pli_cpu_sums(&sums));
     CHECK(sums == pli_sum_table_best());
 }

@@ -35,10 +35,7 @@ typedef ncclConfig_t pli_nccl_config;
 #include "{header}"
 #define OF(name, result, arguments) \\
     SAME(__typeof__(&nccl##name), result(*) arguments);
-PLI_NCCL_REQUIRED_MAP(OF)
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
-PLI_NCCL_OPTIONAL_MAP(OF)
-#endif
+PLI_NCCL_MAP(OF)
 """
 
 VALUES = """
@@ -59,7 +56,7 @@ EQUAL(sizeof(pli_nccl_id), sizeof(ncclUniqueId));
 EQUAL((unsigned)PLI_NCCL_MAGIC, NCCL_API_MAGIC);
 #endif
 EQUAL(PLI_NCCL_CONFIG_VERSION, NCCL_VERSION(2, 14, 0));
-EQUAL(PLI_NCCL_OLDEST, NCCL_VERSION(2, 10, 0));
+EQUAL(PLI_NCCL_OLDEST, NCCL_VERSION(2, 19, 0));
 /* Enumerations are passed as int. */
 EQUAL(sizeof(pli_nccl_result), sizeof(ncclResult_t));
 EQUAL(sizeof(pli_nccl_dtype), sizeof(ncclDataType_t));
