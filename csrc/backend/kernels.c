@@ -275,64 +275,59 @@ static unsigned long long n_words_of(pl_dtype dtype, size_t n_elems)
     return dtype == PL_C64 || dtype == PL_C128 ? 2ULL * n_elems : n_elems;
 }
 
-static pli_span span_of(const pl_move *move)
+/* Fills *out; 0 if there is nothing to do. */
+static int span_of(kind k, const pl_move *move, pli_span *out)
 {
-    return (pli_span){.to = move->to,
+    *out = (pli_span){.to = move->to,
                       .from = move->from,
                       .n = n_words_of(move->dtype, move->n_elems),
                       .detail = word_of(move->dtype)};
+    if (k == ADD)
+        return out->n != 0 && out->from != NULL;
+    if (k == COPY) {
+        out->n = move->n_elems * pl_dtype_bytes(move->dtype);
+        return out->n != 0 && out->to != out->from;
+    }
+    out->from = out->to;
+    return out->n != 0 && is_float(move->dtype);
+}
+
+static pl_status launch_moves(launch *self, const pl_move *moves, size_t n_moves)
+{
+    pl_status st = PL_OK;
+    pli_span span;
+    for (size_t i = 0; i < n_moves; i++)
+        if (span_of(self->kind, &moves[i], &span))
+            PL_TRY(launch_span(self, &span));
+    PL_TRY(launch_flush(self));
+done:
+    return st;
 }
 
 pl_status pli_kernels_copy(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
                            pl_stream *stream)
 {
-    pl_status st = PL_OK;
     launch work;
     launch_init(&work, kernels, COPY, stream);
-    for (size_t i = 0; i < n_moves; i++) {
-        pli_span span = span_of(&moves[i]);
-        span.n = moves[i].n_elems * pl_dtype_bytes(moves[i].dtype);
-        if (span.n != 0 && span.to != span.from)
-            PL_TRY(launch_span(&work, &span));
-    }
-    PL_TRY(launch_flush(&work));
-done:
-    return st;
+    return launch_moves(&work, moves, n_moves);
 }
 
 pl_status pli_kernels_add(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
                           pl_stream *stream)
 {
-    pl_status st = PL_OK;
     launch work;
     launch_init(&work, kernels, ADD, stream);
-    for (size_t i = 0; i < n_moves; i++) {
-        const pli_span span = span_of(&moves[i]);
-        if (span.n != 0 && span.from != NULL)
-            PL_TRY(launch_span(&work, &span));
-    }
-    PL_TRY(launch_flush(&work));
-done:
-    return st;
+    return launch_moves(&work, moves, n_moves);
 }
 
 pl_status pli_kernels_scale(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
                             int numerator, int denominator, pl_stream *stream)
 {
-    pl_status st = PL_OK;
     launch work;
     launch_init(&work, kernels, SCALE, stream);
     work.table.head.factor = numerator;
     work.table.head.divisor = denominator;
-    for (size_t i = 0; i < n_moves; i++) {
-        pli_span span = span_of(&moves[i]);
-        span.from = span.to;
-        if (span.n != 0 && is_float(moves[i].dtype))
-            PL_TRY(launch_span(&work, &span));
-    }
-    PL_TRY(launch_flush(&work));
-done:
-    return st;
+    return launch_moves(&work, moves, n_moves);
 }
 
 /* Adds checksums to `sums`; if it is NULL, refreshes the pieces. */

@@ -136,17 +136,17 @@ done:
 /* Peers that have connected and sent nothing yet, oldest first. */
 typedef struct pending_peers {
     int n;
-    int fd[MOST_PEERS];
-    int64_t since_ns[MOST_PEERS];
+    struct {
+        int fd;
+        int64_t since_ns;
+    } all[MOST_PEERS];
 } pending_peers;
 
 static void drop_peer(pending_peers *self, int i)
 {
     self->n--;
-    for (; i < self->n; i++) {
-        self->fd[i] = self->fd[i + 1];
-        self->since_ns[i] = self->since_ns[i + 1];
-    }
+    for (; i < self->n; i++)
+        self->all[i] = self->all[i + 1];
 }
 
 static void refuse(int fd, const char *message)
@@ -166,11 +166,11 @@ static pl_status accept_peer(const pli_listener *listener, pending_peers *self)
     if (fd < 0)
         PL_FAIL_ERRNO("cannot accept another rank's connection");
     if (self->n == MOST_PEERS) { /* the oldest has had its time */
-        refuse(self->fd[0], "too many processes connect to rank 0");
+        refuse(self->all[0].fd, "too many processes connect to rank 0");
         drop_peer(self, 0);
     }
-    self->fd[self->n] = fd;
-    self->since_ns[self->n++] = pli_now_ns();
+    self->all[self->n].fd = fd;
+    self->all[self->n++].since_ns = pli_now_ns();
 done:
     return st;
 }
@@ -247,8 +247,8 @@ static pl_status read_requests(const pli_shm_options *options,
 {
     pl_status st = PL_OK;
     for (int i = self->n - 1; i >= 0; i--) {
-        const int fd = self->fd[i];
-        const int is_late = pli_now_ns() - self->since_ns[i] >
+        const int fd = self->all[i].fd;
+        const int is_late = pli_now_ns() - self->all[i].since_ns >
                             (int64_t)REQUEST_TIMEOUT_S * 1000 * PLI_MS;
         if (polled[i].revents == 0 && !is_late)
             continue;
@@ -284,7 +284,7 @@ pl_status pli_handshake_accept(const pli_shm_options *options,
         const int n = all.n;
         int n_ready = 0;
         for (int i = 0; i < n; i++)
-            polled[i] = (struct pollfd){.fd = all.fd[i], .events = POLLIN};
+            polled[i] = (struct pollfd){.fd = all.all[i].fd, .events = POLLIN};
         polled[n] = (struct pollfd){.fd = listener->fd, .events = POLLIN};
         PL_TRY(poll_peers(&wait, polled, (nfds_t)n + 1, &n_ready));
         PL_TRY(read_requests(options, polled, &all, watch));
@@ -297,7 +297,7 @@ pl_status pli_handshake_accept(const pli_shm_options *options,
     }
 done:
     for (int i = 0; i < all.n; i++)
-        refuse(all.fd[i], "rank 0 accepts no more ranks");
+        refuse(all.all[i].fd, "rank 0 accepts no more ranks");
     return st;
 }
 

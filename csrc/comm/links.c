@@ -107,22 +107,11 @@ static int rest_of(const struct iovec *pieces, int n_pieces, size_t at,
     return n_rest;
 }
 
-typedef ssize_t (*transfer)(int fd, const struct msghdr *message);
-
-static ssize_t send_some(int fd, const struct msghdr *message)
-{
-    return PL_SYS(sendmsg(fd, message, MSG_DONTWAIT | MSG_NOSIGNAL));
-}
-
-static ssize_t receive_some(int fd, const struct msghdr *message)
-{
-    struct msghdr changed = *message;
-    return PL_SYS(recvmsg(fd, &changed, MSG_DONTWAIT));
-}
+typedef enum link_direction { OUT, IN } link_direction;
 
 static pl_status go_on(connection *link, pli_link_stream stream,
                        const struct iovec *pieces, int n_pieces, size_t *at,
-                       transfer transfer_some)
+                       link_direction way)
 {
     pl_status st = PL_OK;
     struct iovec rest[MOST_PIECES];
@@ -130,8 +119,11 @@ static pl_status go_on(connection *link, pli_link_stream stream,
         const int n_rest = rest_of(pieces, n_pieces, *at, rest);
         if (n_rest == 0)
             goto done;
-        const struct msghdr message = {.msg_iov = rest, .msg_iovlen = (size_t)n_rest};
-        const ssize_t n = transfer_some(link->fds[stream], &message);
+        struct msghdr message = {.msg_iov = rest, .msg_iovlen = (size_t)n_rest};
+        const int fd = link->fds[stream];
+        const ssize_t n =
+            way == OUT ? PL_SYS(sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL))
+                       : PL_SYS(recvmsg(fd, &message, MSG_DONTWAIT));
         if (n > 0)
             *at += (size_t)n;
         else if (n == 0)
@@ -148,13 +140,13 @@ done:
 pl_status pli_links_send(pli_links *self, int host, pli_link_stream stream,
                          const struct iovec *pieces, int n_pieces, size_t *at)
 {
-    return go_on(&self->links[host], stream, pieces, n_pieces, at, send_some);
+    return go_on(&self->links[host], stream, pieces, n_pieces, at, OUT);
 }
 
 pl_status pli_links_receive(pli_links *self, int host, pli_link_stream stream,
                             const struct iovec *pieces, int n_pieces, size_t *at)
 {
-    return go_on(&self->links[host], stream, pieces, n_pieces, at, receive_some);
+    return go_on(&self->links[host], stream, pieces, n_pieces, at, IN);
 }
 
 /* ---- waiting -------------------------------------------------------------------- */

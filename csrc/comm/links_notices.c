@@ -23,14 +23,13 @@ static void take_notice(connection *link)
     if (link->n_coming < notice_bytes(coming))
         return;
     coming->text[coming->n_bytes] = '\0';
+    link->n_coming = 0;
     if (coming->kind == NOTICE_WAITS) {
         link->waits = *coming;
-        link->n_coming = 0;
         return;
     }
     link->last = *coming;
     link->has_notice = 1;
-    link->n_coming = 0;
 }
 
 /* Reads a host's notices, without waiting. */

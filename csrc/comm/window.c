@@ -6,9 +6,9 @@
 
 #include "core/alloc.h"
 
-static void drop_user(pli_window *window)
+void pli_window_release(pli_window *window)
 {
-    if (atomic_fetch_sub(&window->n_users, 1) > 1)
+    if (window == NULL || atomic_fetch_sub(&window->n_users, 1) > 1)
         return;
     if (window->ref != NULL)
         window->ref->release(window->ref);
@@ -73,16 +73,10 @@ void pli_window_see(pli_window *window, size_t slot)
 void pli_window_unsee(pli_window *window, size_t slot)
 {
     atomic_fetch_sub(&window->n_views[slot], 1);
-    drop_user(window);
+    pli_window_release(window);
 }
 
 size_t pli_window_n_views(const pli_window *window)
 {
     return atomic_load(&window->n_users) - 1;
-}
-
-void pli_window_release(pli_window *window)
-{
-    if (window != NULL)
-        drop_user(window);
 }

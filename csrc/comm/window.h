@@ -45,7 +45,7 @@ void pli_window_unsee(pli_window *window, size_t slot);
 /* Number of views, over all slots. */
 size_t pli_window_n_views(const pli_window *window);
 
-/* Drops the reducer's share; NULL is allowed. */
+/* Drops the share of the reducer, or of a view; NULL is allowed. */
 void pli_window_release(pli_window *window);
 
 #endif

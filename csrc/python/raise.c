@@ -18,20 +18,10 @@ static const char *exception_name(pl_status st)
 /* A new reference; NULL with an exception set. */
 static PyObject *exception_of(const module_state *state, pl_status st)
 {
-    const struct {
-        const char *name;
-        PyObject *type;
-    } table[] = {
-        {"ValueError", PyExc_ValueError},
-        {"MemoryError", PyExc_MemoryError},
-        {"OSError", PyExc_OSError},
-        {"NotImplementedError", PyExc_NotImplementedError},
-        {"RuntimeError", PyExc_RuntimeError},
-    };
-    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
-        if (strcmp(table[i].name, exception_name(st)) == 0)
-            return Py_NewRef(table[i].type);
-    return PyObject_GetAttrString(state->errors, exception_name(st));
+    const char *name = exception_name(st);
+    PyObject *builtin = PyDict_GetItemString(PyEval_GetBuiltins(), name); /* borrowed */
+    return builtin != NULL ? Py_NewRef(builtin)
+                           : PyObject_GetAttrString(state->errors, name);
 }
 
 PyObject *pli_raise(const module_state *state, pl_status st)
