@@ -113,9 +113,6 @@ def is_in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-_modules: Any = torch.nn.modules.module
-
-
 def accumulates(leaf: Any) -> bool:
     """Tell, inside a backward, whether it adds to ``.grad`` of every leaf it reaches.
 

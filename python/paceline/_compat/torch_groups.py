@@ -175,32 +175,6 @@ def is_store_of_rank_0(group: dist.ProcessGroup) -> bool:
     return is_by_address and not is_agents and (ranks or {}).get(0) == 0
 
 
-def make_local_store() -> Any:
-    """Return a key-value store for a group of one rank."""
-    return dist.HashStore()  # type: ignore[attr-defined]
-
-
-def connect_store(host: str, port: int, timeout: datetime.timedelta) -> Any:
-    """Return a client of the store that another process serves."""
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-
-
-def store_below(prefix: str, store: Any) -> Any:
-    """Return the part of a store whose keys begin with ``prefix``."""
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-
-
-def make_tcp_server(address: str) -> tuple[Any, int]:
-    """Return a key-value store that listens on a free port, and the port.
-
-    It listens until it is garbage-collected.
-    """
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, 0, is_master=True, wait_for_workers=False
-    )
-    return store, int(store.port)
-
-
 def group_name(group: dist.ProcessGroup) -> str:
     """Return the name that ``group`` has on all ranks."""
     return str(group.group_name)

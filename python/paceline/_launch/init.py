@@ -173,7 +173,9 @@ def _join(
         local_rank, n_hosts = _exchange_hosts(launch)
         device = _choose_device(uses_gpu, local_rank)
     except BaseException:
-        _remove_variables(added)
+        for name in added:
+            os.environ.pop(name, None)
+            _added.pop(name, None)
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
@@ -195,7 +197,7 @@ def _make_group(
         options["timeout"] = timeout
     try:
         if size == 1:
-            options["store"] = torch_groups.make_local_store()  # no port
+            options["store"] = dist.HashStore()  # type: ignore[attr-defined]  # no port
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             options["store"] = _store_of_attempt(launch, options.get("timeout"))
         else:
@@ -221,11 +223,13 @@ def _store_of_attempt(launch: Launch, timeout: timedelta | None) -> Any:
     timeout = timeout or dist.default_pg_timeout
     assert launch.master_addr is not None
     assert launch.master_port is not None
-    store = torch_groups.connect_store(launch.master_addr, launch.master_port, timeout)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        launch.master_addr, launch.master_port, is_master=False, timeout=timeout
+    )
     prefix = agree_on_prefix(
         store, launch.rank, launch.world_size, timeout.total_seconds()
     )
-    return torch_groups.store_below(prefix, store)
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
@@ -286,12 +290,6 @@ def _export_variables(launch: Launch) -> list[str]:
             os.environ[name] = _added[name] = str(value)
             added.append(name)
     return added
-
-
-def _remove_variables(names: list[str]) -> None:
-    for name in names:
-        os.environ.pop(name, None)
-        _added.pop(name, None)
 
 
 # ---- devices, and worlds that need no joining ----------------------------------------

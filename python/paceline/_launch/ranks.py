@@ -11,7 +11,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from paceline._compat import torch_groups
+import torch.distributed as dist
+
 from paceline._launch import payloads, rank, variables
 from paceline._launch.messages import Call, Failure, unpack_exception
 from paceline._launch.processes import Processes
@@ -75,10 +76,12 @@ def run(n: int, call: Call) -> list[Any]:
 @contextmanager
 def _started(n: int, call: Call) -> Iterator[Processes]:
     """Start the ranks and the store at which they meet; end both afterwards."""
-    store, port = torch_groups.make_tcp_server(_ADDRESS)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        _ADDRESS, 0, is_master=True, wait_for_workers=False
+    )
     try:
         with closing(Processes()) as processes:
-            processes.start(call, _environs(n, port))
+            processes.start(call, _environs(n, store.port))
             yield processes
     finally:
         del store  # closes the port, even if a traceback keeps this frame

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -125,13 +126,6 @@ _SLOW = {
 }
 
 
-def _is_whole(text: str) -> bool:
-    try:
-        return int(text) >= 1
-    except ValueError:
-        return False
-
-
 def _is_seconds(text: str) -> bool:
     try:
         return 1e-9 <= float(text) <= 1e9
@@ -139,34 +133,27 @@ def _is_seconds(text: str) -> bool:
         return False
 
 
-def _is_recorder(text: str) -> bool:
-    return text in ("0", "1") or text.startswith("/")
-
-
-def _is_anything(text: str) -> bool:
-    return True
-
-
-def _one_of(*words: str) -> Callable[[str], bool]:
-    return lambda text: text in words
-
-
-VARIABLES: dict[str, tuple[Callable[[str], bool], str]] = {
-    "PACELINE_CFLAGS": (_is_anything, ""),
-    "PACELINE_CPU_REPLICAS": (_is_whole, "a whole number from 1 on"),
-    "PACELINE_INSTALL": (_is_anything, ""),
-    "PACELINE_ISA": (
-        _one_of("plain", "neon", "avx2", "avx512"),
-        "plain, neon, avx2 or avx512",
+_is_flag = re.compile("[01]").fullmatch
+_is_isa = re.compile("plain|neon|avx2|avx512").fullmatch
+VARIABLES: dict[str, tuple[Callable[[str], object], str]] = {
+    "PACELINE_CFLAGS": (str, ""),  # any value is right
+    "PACELINE_CPU_REPLICAS": (
+        re.compile(r"\s*\+?0*[1-9]\d*\s*").fullmatch,
+        "a whole number from 1 on",
     ),
-    "PACELINE_LIBCUDA": (_is_anything, ""),
-    "PACELINE_LIBNCCL": (_is_anything, ""),
-    "PACELINE_NCCL_BLOCKING": (_one_of("0", "1"), "0 or 1"),
-    "PACELINE_NVCC": (_one_of("0", "1"), "0 or 1"),
-    "PACELINE_RECORDER": (_is_recorder, "0, 1 or an absolute path"),
-    "PACELINE_STRICT": (_one_of("0", "1"), "0 or 1"),
+    "PACELINE_INSTALL": (str, ""),
+    "PACELINE_ISA": (_is_isa, "plain, neon, avx2 or avx512"),
+    "PACELINE_LIBCUDA": (str, ""),
+    "PACELINE_LIBNCCL": (str, ""),
+    "PACELINE_NCCL_BLOCKING": (_is_flag, "0 or 1"),
+    "PACELINE_NVCC": (_is_flag, "0 or 1"),
+    "PACELINE_RECORDER": (
+        re.compile("[01]|/.*", re.DOTALL).fullmatch,
+        "0, 1 or an absolute path",
+    ),
+    "PACELINE_STRICT": (_is_flag, "0 or 1"),
     "PACELINE_TIMEOUT": (_is_seconds, "a positive number of seconds"),
-    "PACELINE_WERROR": (_one_of("0", "1"), "0 or 1"),
+    "PACELINE_WERROR": (_is_flag, "0 or 1"),
 }
 """Every variable of Paceline: a test of its value, and the right values in words."""
 
