@@ -106,8 +106,6 @@ void pl_comm_abort(pl_comm *comm, const char *message)
 
 void pl_comm_leave(pl_comm *comm)
 {
-    while (comm->ops->leave == NULL)
-        comm = comm->base;
     comm->ops->leave(comm);
 }
 
@@ -130,4 +128,41 @@ int pl_comm_world_size(const pl_comm *comm)
 size_t pl_comm_arena_bytes(const pl_comm *comm)
 {
     return comm->arena_bytes;
+}
+
+/* ---- for a kind built on another ----------------------------------------------- */
+
+void pli_base_work(pl_comm *comm)
+{
+    comm->base->ops->work(comm->base);
+}
+
+pl_status pli_base_query(pl_comm *comm, pli_query what)
+{
+    return comm->base->ops->query(comm->base, what);
+}
+
+int pli_base_is_done(pl_comm *comm, pl_ticket ticket)
+{
+    return comm->base->ops->is_done(comm->base, ticket);
+}
+
+void pli_base_record_activity(pl_comm *comm, pl_activity activity, uint64_t step)
+{
+    comm->base->ops->record_activity(comm->base, activity, step);
+}
+
+void pli_base_set_failure_message(pl_comm *comm, const char *message)
+{
+    comm->base->ops->set_failure_message(comm->base, message);
+}
+
+void pli_base_forget(pl_comm *comm)
+{
+    comm->base->ops->forget(comm->base);
+}
+
+void pli_base_leave(pl_comm *comm)
+{
+    comm->base->ops->leave(comm->base);
 }

@@ -48,9 +48,8 @@ typedef struct pli_op_range {
     size_t n_least;
 } pli_op_range;
 
-/* Functions of every kind.  A kind leaves NULL what its base does; only these functions
- * may be NULL: work, query, is_done, record_activity, set_failure_message, forget and
- * leave.  Call them through the functions below. */
+/* Functions of every kind; none is NULL.  A kind built on another may use its base's
+ * functions (pli_base_...). */
 typedef struct pl_comm_ops {
     const char *name;
     pl_status (*issue)(pl_comm *comm, const pl_op *op, const pli_order *order,
@@ -151,10 +150,7 @@ static inline void pli_comm_set_recorder(pl_comm *comm, pli_recorder *recorder)
 static inline void pli_comm_record_activity(pl_comm *comm, pl_activity activity,
                                             uint64_t step)
 {
-    pl_comm *with = comm;
-    while (with->ops->record_activity == NULL)
-        with = with->base;
-    with->ops->record_activity(with, activity, step);
+    comm->ops->record_activity(comm, activity, step);
     pli_recorder_activity(comm->recorder, activity, step);
 }
 
@@ -162,8 +158,6 @@ static inline void pli_comm_record_activity(pl_comm *comm, pl_activity activity,
  * NULL removes it; after such a failure NULL only announces that no message follows. */
 static inline void pli_comm_set_failure_message(pl_comm *comm, const char *message)
 {
-    while (comm->ops->set_failure_message == NULL)
-        comm = comm->base;
     comm->ops->set_failure_message(comm, message);
 }
 
@@ -184,32 +178,7 @@ static inline pl_status pli_comm_check_peers(pl_comm *comm)
 /* For any thread: returns PL_OK, or the failure that `what` asks about. */
 static inline pl_status pli_comm_query(pl_comm *comm, pli_query what)
 {
-    while (comm->ops->query == NULL)
-        comm = comm->base;
     return comm->ops->query(comm, what);
-}
-
-static inline int pli_comm_is_done(pl_comm *comm, pl_ticket ticket)
-{
-    while (comm->ops->is_done == NULL)
-        comm = comm->base;
-    return comm->ops->is_done(comm, ticket);
-}
-
-static inline void pli_comm_work(pl_comm *comm)
-{
-    while (comm->ops->work == NULL)
-        comm = comm->base;
-    comm->ops->work(comm);
-}
-
-/* No world below has connections to close if all leave `forget` NULL. */
-static inline void pli_comm_forget(pl_comm *comm)
-{
-    while (comm != NULL && comm->ops->forget == NULL)
-        comm = comm->base;
-    if (comm != NULL)
-        comm->ops->forget(comm);
 }
 
 /* Address of byte `offset_bytes` of this rank's own arena, in host or device memory. */
@@ -237,6 +206,15 @@ static inline pl_status pli_comm_order(pl_comm *comm, pl_stream *stream)
 {
     return comm->device != NULL ? comm->device->order(comm, stream) : PL_OK;
 }
+
+/* Functions of pl_comm_ops that forward to the base. */
+void pli_base_work(pl_comm *comm);
+pl_status pli_base_query(pl_comm *comm, pli_query what) PL_MUST_USE;
+int pli_base_is_done(pl_comm *comm, pl_ticket ticket);
+void pli_base_record_activity(pl_comm *comm, pl_activity activity, uint64_t step);
+void pli_base_set_failure_message(pl_comm *comm, const char *message);
+void pli_base_forget(pl_comm *comm);
+void pli_base_leave(pl_comm *comm);
 
 /* Hash of an operation; differs for different operations. */
 uint64_t pli_op_hash(const pl_op *op);

@@ -126,6 +126,7 @@ static void group_destroy(pl_comm *comm)
 static const pl_comm_ops group_ops = {
     .name = "group",
     .issue = group_issue,
+    .work = pli_base_work,
     .progress = group_progress,
     .check_peers = group_progress,
     .query = group_query,
@@ -133,6 +134,10 @@ static const pl_comm_ops group_ops = {
     .wait = group_wait,
     .recover = group_recover,
     .abort = group_abort,
+    .record_activity = pli_base_record_activity,
+    .set_failure_message = pli_base_set_failure_message,
+    .forget = pli_base_forget,
+    .leave = pli_base_leave,
     .destroy = group_destroy,
 };
 

@@ -5,7 +5,7 @@
 static void hierarchy_work(pl_comm *comm)
 {
     hierarchy *self = hierarchy_of(comm);
-    pli_comm_work(self->super.base);
+    pli_base_work(&self->super);
     (void)!pli_hierarchy_advance_unless_busy(self); /* the next wait meets a failure */
 }
 
@@ -213,7 +213,7 @@ static void hierarchy_leave(pl_comm *comm)
         pli_spin_unlock(&self->message_lock);
         pli_links_end(self->links, NULL);
     }
-    pl_comm_leave(comm->base);
+    pli_base_leave(comm);
 }
 
 static void hierarchy_forget(pl_comm *comm)
@@ -247,6 +247,7 @@ static const pl_comm_ops hierarchy_ops = {
     .wait = hierarchy_wait,
     .recover = pli_hierarchy_recover,
     .abort = pli_hierarchy_abort,
+    .record_activity = pli_base_record_activity,
     .set_failure_message = pli_hierarchy_set_failure_message,
     .forget = hierarchy_forget,
     .leave = hierarchy_leave,

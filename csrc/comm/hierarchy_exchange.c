@@ -33,7 +33,7 @@ static void see_reduced(hierarchy *self)
 {
     while (self->n_reduced < self->n_up) {
         const operation *entry = operation_at(self, self->n_reduced + 1);
-        if (entry->up != 0 && !pli_comm_is_done(self->super.base, entry->up))
+        if (entry->up != 0 && !pli_base_is_done(&self->super, entry->up))
             return;
         weigh(self, &entry->op);
         self->n_reduced++;

@@ -125,7 +125,8 @@ int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number)
         return 1; /* earlier epochs are finished */
     return number <= self->n_down &&
            (is_alone_on_host(self) ||
-            pli_comm_is_done(self->super.base, operation_at(self, number)->whole));
+            self->super.base->ops->is_done(self->super.base,
+                                           operation_at(self, number)->whole));
 }
 
 /* The last of the operations that follow one another. */
@@ -231,7 +232,7 @@ pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st)
     if (self->links == NULL)
         return st;
     pli_text_print(message, sizeof message, "%s", pl_error_message());
-    const int is_final = pli_comm_query(self->super.base, PLI_QUERY_WORLD) != PL_OK;
+    const int is_final = pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK;
     pli_hierarchy_fail(self, is_final ? WORLD_FAILED : STEP_FAILED, message);
     return pli_fail(st, "%s", message);
 }
@@ -254,7 +255,7 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self)
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
 {
     hierarchy *self = hierarchy_of(comm);
-    pli_comm_set_failure_message(comm->base, message);
+    pli_base_set_failure_message(comm, message);
     if (self->links == NULL)
         return;
     pli_spin_lock(&self->message_lock);

@@ -146,7 +146,7 @@ static pl_status follow_hosts(hierarchy *self)
     if (st == PL_OK)
         return PL_OK;
     if (!pli_hierarchy_is_finished(self, self->n_whole)) {
-        pli_comm_work(self->super.base);
+        pli_base_work(&self->super);
         return pli_hierarchy_advance(self);
     }
     atomic_store(&self->given_up, GIVEN_UP_ELSEWHERE);
@@ -180,7 +180,7 @@ pl_status pli_hierarchy_query(pl_comm *comm, pli_query what)
     hierarchy *self = hierarchy_of(comm);
     if (atomic_load(&self->phase) == HIERARCHY_ENDED)
         PL_TRY(pli_hierarchy_check(self));
-    st = pli_comm_query(self->super.base, what);
+    st = pli_base_query(&self->super, what);
     if (self->links == NULL)
         return st;
     if (st != PL_OK && what != PLI_QUERY_GONE) {

@@ -92,7 +92,7 @@ void pli_progress_others(pli_progress *progress, const pl_comm *but)
         return;
     for (size_t i = 0; i < progress->n_comms; i++)
         if (progress->comms[i] != but)
-            pli_comm_work(progress->comms[i]);
+            progress->comms[i]->ops->work(progress->comms[i]);
     (void)pthread_mutex_unlock(&progress->lock);
 }
 

@@ -248,6 +248,11 @@ static void shm_record_activity(pl_comm *comm, pl_activity activity, uint64_t st
     atomic_store_explicit(&mine->step, step, memory_order_relaxed);
 }
 
+static void shm_forget(pl_comm *comm)
+{
+    (void)comm; /* a child's copies close when it ends */
+}
+
 static off_t own_offset(pl_comm *comm, size_t offset_bytes)
 {
     const pli_shm_segment *segment = pli_shm_of(comm)->segment;
@@ -329,6 +334,7 @@ static const pl_comm_ops shm_ops = {
     .abort = shm_abort,
     .record_activity = shm_record_activity,
     .set_failure_message = shm_set_failure_message,
+    .forget = shm_forget,
     .leave = shm_leave,
     .destroy = shm_destroy,
 };

@@ -214,7 +214,7 @@ static void gpu_record_activity(pl_comm *comm, pl_activity activity, uint64_t st
     atomic_store_explicit(&self->step, step, memory_order_relaxed);
     if (activity == PL_BACKWARD)
         self->capture = PLI_GPU_CAPTURE_UNKNOWN;
-    pli_comm_record_activity(comm->base, activity, step);
+    pli_base_record_activity(comm, activity, step);
 }
 
 static void put_block(pli_gpu_comm *self, pli_block *block)
@@ -333,12 +333,18 @@ static void gpu_destroy(pl_comm *comm)
 static const pl_comm_ops gpu_ops = {
     .name = "gpu",
     .issue = gpu_issue,
+    .work = pli_base_work,
     .progress = gpu_progress,
     .check_peers = gpu_check_peers,
+    .query = pli_base_query,
+    .is_done = pli_base_is_done,
     .wait = gpu_wait,
     .recover = pli_gpu_comm_recover,
     .abort = gpu_abort,
     .record_activity = gpu_record_activity,
+    .set_failure_message = pli_base_set_failure_message,
+    .forget = pli_base_forget,
+    .leave = pli_base_leave,
     .destroy = gpu_destroy,
 };
 

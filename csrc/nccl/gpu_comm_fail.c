@@ -57,7 +57,7 @@ int pli_gpu_comm_drain(pli_gpu_comm *self)
         n_awaited = oldest.n;
         /* A group comm reports failed steps, but not ranks that are gone. */
         if ((!pli_comm_is_group_comm(self->super.base) &&
-             pli_comm_query(self->super.base, PLI_QUERY_WORLD) != PL_OK) ||
+             pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK) ||
             pli_backoff_pause(&waiting, "a step that is over") != PL_OK)
             break;
     }
@@ -72,7 +72,7 @@ static void fail_locked(pli_gpu_comm *self, pl_status st, const char *message)
                    message != NULL ? message : "");
     if (message != NULL && !pli_comm_is_group_comm(self->super.base))
         pl_comm_abort(self->super.base, self->message);
-    if (pli_comm_is_done(self->super.base, self->base_ticket))
+    if (pli_base_is_done(&self->super, self->base_ticket))
         pli_gpu_comm_agreed_locked(self);
     self->is_lost = self->is_lost || !pli_gpu_comm_drain(self);
     pli_nccl_abort(self->nccl);
@@ -145,7 +145,7 @@ static pl_status check_replays(pli_gpu_comm *self)
 {
     const int64_t now = pli_now_ns();
     if (!atomic_load(&self->is_captured) ||
-        pli_comm_query(self->super.base, PLI_QUERY_GONE) == PL_OK) {
+        pli_base_query(&self->super, PLI_QUERY_GONE) == PL_OK) {
         self->gone_since_ns = 0;
         return PL_OK;
     }
@@ -153,7 +153,7 @@ static pl_status check_replays(pli_gpu_comm *self)
         self->gone_since_ns = now;
     if (now - self->gone_since_ns <= GONE_MS * PLI_MS)
         return PL_OK;
-    return pli_comm_query(self->super.base, PLI_QUERY_WORLD);
+    return pli_base_query(&self->super, PLI_QUERY_WORLD);
 }
 
 static pl_status check_device(pli_gpu_comm *self, int *is_base)
@@ -162,7 +162,7 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
     pli_inflight_op oldest = {.n = 0};
     char what[256];
     *is_base = 1;
-    PL_TRY(pli_comm_query(self->super.base, PLI_QUERY_STEP));
+    PL_TRY(pli_base_query(&self->super, PLI_QUERY_STEP));
     *is_base = 0;
     if (self->nccl != NULL && !self->is_given_up)
         PL_TRY(pli_nccl_check(self->nccl));
@@ -174,7 +174,7 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
     }
     const int64_t age_ns = pli_now_ns() - oldest.since_ns;
     if (age_ns > GONE_MS * PLI_MS)
-        PL_TRY(pli_comm_query(self->super.base, PLI_QUERY_WORLD));
+        PL_TRY(pli_base_query(&self->super, PLI_QUERY_WORLD));
     *is_base = 0;
     /* If the host waits for the same rank, it can name that rank, so it fails first. */
     if (age_ns <= self->deadline_ns + self->deadline_ns / 4)
@@ -241,8 +241,8 @@ static pl_status check_lost(pli_gpu_comm *self)
                                   "so the ranks may differ"
                                 : "NCCL keeps a thread of this process",
                   cause);
-    pli_comm_set_failure_message(self->super.base, pl_error_message());
-    pl_comm_leave(self->super.base);
+    pli_base_set_failure_message(&self->super, pl_error_message());
+    pli_base_leave(&self->super);
 done:
     return st;
 }
@@ -268,7 +268,7 @@ pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out
     pli_gpu_comm *self = (pli_gpu_comm *)(void *)comm;
     pl_recovery found = PL_NOTHING_FAILED;
     if (atomic_load(&self->phase) == PLI_GPU_RUNNING &&
-        pli_comm_query(self->super.base, PLI_QUERY_STEP) == PL_OK) {
+        pli_base_query(&self->super, PLI_QUERY_STEP) == PL_OK) {
         *out = PL_NOTHING_FAILED;
         goto done;
     }

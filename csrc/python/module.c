@@ -112,7 +112,7 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
     pli_progress_forget(state_of_module(module)->progress);
     pli_processes_forget(state_of_module(module)->processes);
     for (; reducer != NULL; reducer = reducer->next)
-        pli_comm_forget(reducer->comm);
+        reducer->comm->ops->forget(reducer->comm);
     return before_fork(module, NULL); /* views that another thread has made since */
 }
 

@@ -170,7 +170,7 @@ static int has_ended(pl_comm *comm, pl_ticket ticket)
 {
     hierarchy *self = hierarchy_of(comm);
     return self->n_down >= ticket &&
-           pli_comm_is_done(comm->base, operation_at(self, ticket)->whole);
+           pli_base_is_done(comm, operation_at(self, ticket)->whole);
 }
 
 /* Whether all of a host's ranks have seen the end of an operation that all issue. */
