@@ -105,7 +105,7 @@ def test_a_forward_before_rpc_cannot_go_backward_in_a_context(ranks):
     with (
         workers(ranks),
         autograd.context() as context,
-        pytest.raises(RuntimeError, match="another context than the model.s forward"),
+        pytest.raises(RuntimeError, match="ran in another context than"),
     ):
         backward(context, out.sum())
 
