@@ -43,7 +43,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 PEER_SECONDS = 10.0
-BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "240"))
+BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "480"))
 SKIPPED = "skipped on every rank: "
 
 _results = {}  # (module, n_ranks): {case: description of the failure, or None}
