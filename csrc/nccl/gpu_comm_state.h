@@ -80,8 +80,7 @@ pl_status pli_gpu_comm_talk(const pli_gpu_comm *self, pl_op_kind kind, int root,
  * the first failure of another rank, with its message. */
 pl_status pli_gpu_comm_agree(pli_gpu_comm *self, pl_status own) PL_MUST_USE;
 
-/* Another rank's failure explains more than `st`: returns it, or PL_OK if the base has
- * none. */
+/* Returns another rank's failure, which explains more than `st`; PL_OK if none. */
 pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
 pl_status pli_gpu_comm_check_signals(const pli_gpu_comm *self) PL_MUST_USE;

@@ -68,7 +68,9 @@ static pl_status check_version(pli_nccl_library *library)
     const int v = library->version;
     const int of_major = v < 10000 ? 1000 : 10000;
     if (result != PLI_NCCL_SUCCESS)
-        PL_FAIL(PL_EUNSUPPORTED, "cannot read NCCL's version (error %d)", result);
+        PL_FAIL(PL_EUNSUPPORTED,
+                "NCCL reports no version (error %d): reinstall it, or another one",
+                result);
     if (v < PLI_NCCL_OLDEST)
         PL_FAIL(PL_EUNSUPPORTED,
                 "NCCL %d.%d.%d is too old, 2.19 or later is needed: " WHAT_TO_DO,

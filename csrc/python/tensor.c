@@ -199,7 +199,7 @@ int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *obj
         return -1;
     if (out->data != NULL || out->layout.n_elems == 0)
         return 0;
-    return pli_error(PyExc_TypeError, "%s has no memory: it is a %s", what,
+    return pli_error(PyExc_TypeError, "%s is a %s: give a tensor with memory", what,
                      Py_TYPE(object)->tp_name);
 }
 

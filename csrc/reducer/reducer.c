@@ -237,8 +237,8 @@ pl_status pl_reducer_set_comm_hook(pl_reducer *self, const pl_comm_hook *hook,
     const uint32_t *order =
         self->learning == LEARNING_DONE ? learned_order(self) : NULL;
     if (self->phase != REDUCER_IDLE)
-        PL_FAIL(PL_ESTATE,
-                "cannot set a hook while a step is under way, or has failed");
+        PL_FAIL(PL_ESTATE, "cannot set a communication hook during a step, or after a "
+                           "failed one: set it after the next step");
     PL_TRY(copy_each_cap(caps, &each));
     PL_TRY(pli_reducer_lay_out(self, order, caps));
     pli_free((void *)self->spec.caps.each);

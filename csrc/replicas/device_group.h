@@ -10,13 +10,13 @@
  * a member must wait for anyway, are copied on its compute stream.  Apart from create,
  * calls allocate nothing, and block the host only if they fail.
  *
- * All links have about the same bandwidth, so a large segment goes from member to
- * member, not from member 0 to each.
+ * Members pass a large segment on, one to the next, so that member 0's link does not
+ * carry a copy for each.  All links have about the same bandwidth.
  *
  * `streams` holds the compute stream of each member.  A call's work runs after the work
- * that these streams already hold, and before the work enqueued on them later.  So
- * memory that torch allocated for them may be freed, or written to, as soon as a call
- * returns.
+ * that these streams already hold, and before work enqueued on them later.  So the
+ * caller may free or overwrite memory that torch allocated on these streams as soon as
+ * a call returns.
  *
  * Member 0 packs parameters into a ring of equal slots.  A slot is overwritten once its
  * last use is done on the device.
@@ -38,7 +38,7 @@ typedef struct pli_ring {
     size_t slot_bytes; /* a multiple of PL_CACHE_LINE */
 } pli_ring;
 
-/* `members` are CUDA backends; retained. */
+/* `members` are CUDA backends, which the group retains. */
 pl_status pli_device_group_create(pl_backend *const *members, int n_members,
                                   pli_device_group **out) PL_MUST_USE;
 void pli_device_group_destroy(pli_device_group *self);
@@ -57,7 +57,7 @@ typedef struct pli_segment {
     size_t n_moves;
     size_t n_bytes;       /* of the block: at most one slot, unless one move covers the
                            * block */
-    void *const *targets; /* by member: where the block goes, or NULL */
+    void *const *targets; /* the block's address on each member, or NULL to skip it */
 } pli_segment;
 
 /* Memory of a member, or NULL; borrowed for a call. */
@@ -67,9 +67,9 @@ typedef struct pli_room {
 } pli_room;
 
 /* Copies segments, in order, to the members that have a target for them.  Blocks of one
- * member must not overlap.  With `sums`, members compare checksums, and only segments
- * that differ travel: `sums` has, by member, memory for one 64-bit number a segment on
- * member 0, and for two on the others.  If it is NULL, all segments travel. */
+ * member must not overlap.  If `sums` is NULL, sends all segments.  Otherwise compares
+ * checksums, and sends segments that differ: sums[k] is memory of member k, for 64-bit
+ * numbers: one per segment on member 0, two per segment on the others. */
 pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
                                      const pli_segment *segments, size_t n_segments,
                                      pli_ring ring, const pli_room *sums) PL_MUST_USE;
@@ -93,9 +93,8 @@ pl_status pli_device_group_settle(pli_device_group *self,
  *                                                                       \ event
  *     member 0's stream    ... backward goes on ...                     wait
  *
- * No compute stream waits for a sum before pli_gradient_sum_end().  So the memory of
- * rows and of the sum must stay until pli_device_group_settle() has made all streams
- * wait.
+ * No compute stream waits for a sum before pli_gradient_sum_end().  So keep the memory
+ * of rows and of the sum until pli_device_group_settle() has made all streams wait.
  */
 typedef struct pli_gradient_sum pli_gradient_sum;
 
@@ -104,15 +103,15 @@ pl_status pli_gradient_sum_create(pli_device_group *group,
                                   pli_gradient_sum **out) PL_MUST_USE;
 void pli_gradient_sum_destroy(pli_gradient_sum *self);
 
-/* Makes a member's row by `moves` on its compute stream.  Members may call
- * concurrently. */
+/* Packs a member's gradients into `row` by `moves`, on its compute stream.  Members may
+ * call concurrently. */
 pl_status pli_gradient_sum_pack(pli_gradient_sum *self, int member, pl_stream *stream,
                                 const pl_move *moves, size_t n_moves,
                                 const void *row) PL_MUST_USE;
 
 /* to = the sum of the rows packed since the last sum, in the order of members; 16-bit
  * floats are added in float32 and rounded once.  `to` is memory of member 0 that
- * existed at the last pli_device_group_fence().  `rooms` has, by member, memory for
+ * existed at the last pli_device_group_fence().  rooms[k] is memory of member k for
  * several rows; only the group's sums may use it. */
 pl_status pli_gradient_sum_begin(pli_gradient_sum *self, const pl_move *to,
                                  const pli_room *rooms) PL_MUST_USE;

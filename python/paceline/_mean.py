@@ -105,7 +105,7 @@ def _read(value: Any) -> tuple[str, torch.Tensor]:
         flat = value.detach().to("cpu", torch.float64).reshape(-1)
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}", flat
     kind = type(value).__name__
-    raise TypeError(f"mean() of a {kind}: give real numbers, dense tensors or a dict")
+    raise TypeError(f"mean() got a {kind}: give real numbers, dense tensors or a dict")
 
 
 def _restore(mean: torch.Tensor, value: Any) -> Any:

@@ -73,7 +73,7 @@ void pli_forwards_send(reducer_object *self)
     pl_reducer_set_forwards(self->reducer, &counts);
 }
 
-/* Sets the last step's end to n forwards ago, all in training mode. */
+/* Counts as if the last step ended n forwards ago, and all n were training ones. */
 static void count_from(forward_counts *forwards, unsigned n)
 {
     *forwards = (forward_counts){.n = forwards->n,

@@ -46,7 +46,7 @@ static int bind_new(reducer_object *self, size_t i)
     PyObject *grad = NULL;
     if (slot->policy == POLICY_VIEW) {
         if (self->window == NULL && pli_grad_window_refresh(self) != 0)
-            return -1; /* the process forked during the backward */
+            return -1; /* no window: the process forked in this backward */
         const pli_view view = {.window = self->window,
                                .place = self->device.place,
                                .slot = i,

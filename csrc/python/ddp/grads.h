@@ -15,7 +15,7 @@ int pli_grads_note(reducer_object *self, size_t first);
 /* Backward has produced a gradient for slot i. */
 int pli_grads_mark_ready(reducer_object *self, size_t i);
 
-/* A tensor owned by torch in the layout of slot i: the parameter's may have changed. */
+/* Makes a tensor in slot i's layout: the parameter's may have changed. */
 PyObject *pli_grads_make_empty(reducer_object *self, size_t i);
 
 /* Before the end of the step: slot i got no gradient. */

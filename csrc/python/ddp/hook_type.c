@@ -26,7 +26,7 @@ typedef struct hook_object {
     size_t index;
 } hook_object;
 
-/* Raises the errors of torch that `strict` asks for. */
+/* Under `strict`, raises torch's error for a second gradient in one backward. */
 static int check_is_first(const reducer_object *self, size_t i)
 {
     if (!self->options.is_strict)

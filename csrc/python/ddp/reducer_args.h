@@ -4,7 +4,7 @@
 
 #include "reducer_object.h"
 
-/* Options as Python gives them; every size in bytes. */
+/* A Reducer's arguments as Python passes them; all sizes are in bytes. */
 typedef struct pli_reducer_args {
     PyObject *world;   /* NULL in measure() */
     PyObject *params;  /* list of tensors */

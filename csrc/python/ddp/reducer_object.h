@@ -247,7 +247,7 @@ static inline size_t pli_slot_in_window(const reducer_object *self, size_t i)
     return pl_reducer_slot_offset(self->reducer, i) - buckets_at;
 }
 
-/* Number of live views of the slot, the parameter's gradient or others. */
+/* Number of live views of the slot, including the parameter's gradient. */
 static inline unsigned pli_slot_n_views(const reducer_object *self, size_t i)
 {
     return self->window != NULL ? atomic_load(&self->window->n_views[i]) : 0;

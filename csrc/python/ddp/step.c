@@ -18,15 +18,15 @@ static pl_status recover_slice(void *reducer, int64_t slice_ns)
     return pl_reducer_recover(reducer, slice_ns);
 }
 
-/* Whether a step's thread does not identify its backward.  A device has one thread for
- * all backwards; a backward of torch.distributed.autograd may use several threads. */
+/* Whether the engine's task, not the thread, identifies a backward.  A device has one
+ * thread for all backwards; torch.distributed.autograd may use several for one. */
 static int goes_by_task(const reducer_object *self)
 {
     return pli_is_on_device(self) || self->context.task != NO_CONTEXT;
 }
 
-/* Whether both reducers' steps belong to the backward that ends in this thread with
- * `self`'s.  On the CPU a backward and those nested in it stay in one thread. */
+/* Whether `other`'s step belongs to the same backward as `self`'s, which ends in this
+ * thread.  On the CPU a backward and those nested in it run in one thread. */
 static int is_same_backward(const reducer_object *self, const reducer_object *other)
 {
     if (other == self)
@@ -70,7 +70,7 @@ int pli_step_recover(reducer_object *self)
 
 /* ---- views that are still in use ------------------------------------------------- */
 
-/* Returns 1 if a view of slot i will be in use when the slot is written, 0, or -1. */
+/* Returns 1 if a view of slot i stays in use after the slot is written, 0, or -1. */
 static int is_kept(reducer_object *self, size_t i)
 {
     const grad_slot *slot = &self->slots[i];
@@ -99,7 +99,7 @@ static int is_any_kept(reducer_object *self)
     return status;
 }
 
-/* On a GPU: ensures that no slot with a view in use is overwritten. */
+/* On a GPU: if a view of any slot is still in use, moves to new memory. */
 static int protect_views(reducer_object *self)
 {
     int captures = 0;
@@ -131,7 +131,7 @@ int pli_step_begin(reducer_object *self)
         pli_step_recover(self) != 0 || pli_gpu_step_check_capture(self) != 0 ||
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
-    if (has_failed) /* a backward is tried again without a new forward */
+    if (has_failed) /* the backward may be repeated without a new forward */
         pli_forwards_restart(self, 1);
     self->thread = PyThread_get_thread_ident();
     self->has_user_hooks = 0;
@@ -145,8 +145,8 @@ int pli_step_begin(reducer_object *self)
 
 /* ---- gradients that torch.distributed.autograd keeps in a context ---------------- */
 
-/* During the backward only the arrival of a gradient is recorded.  At its end all
- * gradients are read from the context, and the results are written to them in place. */
+/* Gets the homes of the gradients in the backward's context, if any.  Before this only
+ * arrivals are recorded; after it gradients are read and written at their homes. */
 static int open_context(reducer_object *self)
 {
     if (self->context.task == NO_CONTEXT || self->context.homes != NULL)
@@ -158,7 +158,7 @@ static int open_context(reducer_object *self)
     if (homes == NULL)
         return -1;
     if (PyTuple_GET_SIZE(homes) != (Py_ssize_t)self->n_slots) {
-        PyErr_Format(PyExc_ValueError, "contexts returned %R: give one for each of %zu",
+        PyErr_Format(PyExc_ValueError, "contexts gave %R: give one per parameter (%zu)",
                      homes, self->n_slots);
         Py_DECREF(homes);
         return -1;
@@ -211,7 +211,7 @@ static int close_step(reducer_object *self)
     return 0;
 }
 
-/* Waits until the peers did their part; orders a GPU's stream after the results. */
+/* Waits for the peers' part; makes a GPU's stream wait for the results. */
 static int wait_step(reducer_object *self)
 {
     if (pli_wait_in_slices(state_of_reducer(self), wait_slice, self->reducer) != 0)
@@ -219,8 +219,8 @@ static int wait_step(reducer_object *self)
     return pli_is_on_device(self) ? pli_call_reducer(self, pl_reducer_order) : 0;
 }
 
-/* The second all-reduce, of parameters for which some rank got a gradient after their
- * bucket was posted. */
+/* Runs the second all-reduce: for parameters that, on any rank, got a gradient after
+ * their bucket was posted. */
 static int reduce_late(reducer_object *self)
 {
     if (pl_reducer_n_late(self->reducer) == 0)
@@ -249,8 +249,8 @@ static void drop_gradients(reducer_object *self)
     close_context(self);
 }
 
-/* Returns -1, with MismatchError, if the ranks are not in the same step.  All ranks see
- * this on their own, so none sends a failure: the step ends, without results. */
+/* Returns -1, with MismatchError, if the ranks are not in the same step.  Every rank
+ * detects this itself, so none sends a failure: the step ends without results. */
 static int check_is_same_step(reducer_object *self)
 {
     PyObject *type, *value, *traceback;
@@ -279,17 +279,17 @@ static int bind_results(reducer_object *self)
  *
  *  1. close_step: marks parameters without a gradient, packs the root's buffers, and
  *     posts the rest of the step
- *  2. wait_step: every rank has done its part: results and flags have arrived
- *  3. check_is_same_step: by the flags, all ranks are in the same step, or all raise
- *  4. reduce_late: late gradients get a second all-reduce
- *  5. pli_comm_hook_finish: a communication hook's results are written to the slots
- *  6. rescale: if a join asks for that, means are taken over the active ranks only
- *  7. pli_sparse_finish: rows of sparse gradients are averaged, into new tensors
- *  8. pli_comm_hook_confirm: all ranks have got here, or all give up the step
- *  9. pl_reducer_complete: peers keep the step, so this rank may not give it up now;
- *     from here on no Python code of ours runs, in which Ctrl-C would raise
- * 10. bind_results: reduced gradients become `.grad`
- * 11. pli_buffers_receive: rank 0's buffers are recorded
+ *  2. wait_step: waits for every rank's part, and so for results and flags
+ *  3. check_is_same_step: compares the flags; if ranks are in different steps, raises
+ *  4. reduce_late: runs a second all-reduce for late gradients
+ *  5. pli_comm_hook_finish: writes a communication hook's results to the slots
+ *  6. rescale: if a join context requires it, means are over the active ranks only
+ *  7. pli_sparse_finish: averages rows of sparse gradients into new tensors
+ *  8. pli_comm_hook_confirm: waits for all ranks to get here, or all give up the step
+ *  9. pl_reducer_complete: peers now keep the step, so this rank must keep it too; none
+ *     of our Python code runs after this, so Ctrl-C cannot raise in it
+ * 10. bind_results: makes the reduced gradients `.grad`
+ * 11. pli_buffers_receive: notes rank 0's buffers, to take them over later
  */
 static int try_finish(reducer_object *self)
 {
@@ -386,7 +386,7 @@ int pli_step_finish_all(reducer_object *self)
     int status = visit_backward(self, close_if_open);
     if (status == 0)
         status = visit_backward(self, finish_if_active);
-    /* The engine drops the other reducers' callbacks; it has called this reducer's. */
+    /* Other steps fail as the engine drops their callbacks.  It has called `self`'s. */
     if (status != 0 && pl_reducer_is_active(self->reducer))
         pli_step_fail(self, NULL);
     return status;

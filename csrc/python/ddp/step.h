@@ -15,9 +15,9 @@ int pli_step_begin(reducer_object *self);
 /* Finishes a step.  After a successful step it raises if a join context must end. */
 int pli_step_finish(reducer_object *self);
 
-/* The outermost backward of this thread is over.  First posts the rest of every step in
- * it, since another rank may wait for them in another order.  Then finishes the steps
- * in the order of their reducers' construction: all ranks then issue later operations
+/* Ends this thread's outermost backward.  First posts the rest of all its steps, since
+ * another rank may wait for them in another order.  Then finishes the steps in the
+ * order in which their reducers were made, so that all ranks issue later operations
  * (second all-reduces, sparse rows) in one order. */
 int pli_step_finish_all(reducer_object *self);
 

@@ -57,7 +57,7 @@ static int find_rank(int rank, int world_size, pli_world_hosts *out)
     }
     if (first == world_size && out->host >= 0)
         return 0;
-    return pli_error(PyExc_ValueError, "hosts have %d ranks, and the world has %d",
+    return pli_error(PyExc_ValueError, "hosts list %d ranks, but the world has %d",
                      first, world_size);
 }
 

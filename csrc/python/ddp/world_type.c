@@ -13,7 +13,7 @@
 
 #define LONGEST_TIMEOUT 1e9 /* seconds: 31 years */
 
-/* Leaders notice first that another host is late, and inform their host's ranks. */
+/* Ranks wait this much longer for their leader: it must first notice a late host. */
 #define HOST_GRACE_NS (10 * INT64_C(1000000000))
 
 typedef struct world_arguments {

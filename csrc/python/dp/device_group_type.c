@@ -37,7 +37,7 @@ int pli_group_check_member(const device_group_object *self, Py_ssize_t member)
 {
     if (member >= 0 && member < n_members(self))
         return 0;
-    PyErr_Format(PyExc_IndexError, "member %zd of %zd", member, n_members(self));
+    PyErr_Format(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
     return -1;
 }
 

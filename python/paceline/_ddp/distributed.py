@@ -43,8 +43,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     module : torch.nn.Module
         The model, with its parameters on the CPU, or all on one GPU (CUDA).
     device_ids : list of one int, str or torch.device, optional
-        The GPU that the module is on: inputs are then moved there.  If None, they stay
-        where they are.  None or empty on the CPU.
+        The GPU that the module is on: each forward moves its inputs there.  If None,
+        inputs stay where they are.  None or empty on the CPU.
     output_device : int, str or torch.device, optional
         Kept for compatibility: outputs stay where the module makes them.
     dim : int, default 0
@@ -56,38 +56,38 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         Whether rank 0's parameters and buffers are copied to all ranks at construction.
         (That the ranks' models agree is checked in any case.)
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks, up to 4,096; by default those of the default group.  Over Gloo or
-        NCCL, up to 1,024 ranks of a host meet in shared memory, and the first ranks of
-        up to 1,024 hosts over sockets.  With more ranks, or in a group of another kind
-        (MPI, a subclass in Python), the group's own collectives average modules on the
-        CPU, if they take CPU tensors.  Gradients of modules on GPUs always go by NCCL,
-        even if the group is over Gloo.
+        The ranks, up to 4,096; by default those of the default group.  On the CPU, with
+        Gloo or NCCL, the ranks of a host (up to 1,024) average gradients in shared
+        memory, and hosts (up to 1,024) by sockets between their first ranks.  With more
+        ranks, or a group of another kind (MPI, a subclass in Python), they use the
+        group's own collectives, which must accept CPU tensors.  On GPUs gradients
+        always travel by NCCL, even if the group is over Gloo.
     bucket_cap_mb : float, optional
-        Mebibytes of gradients that are averaged at a time.  Default 1, which suits
-        shared memory; torch's 25 if NCCL, a communication hook or the group's
-        collectives carry them.  On GPUs the bucket that fills last, which nothing
-        hides, has at most 1.
+        The size of a bucket: gradients that are averaged together, in MiB.  Default: 1
+        in shared memory; torch's 25 with NCCL, a communication hook or the group's
+        collectives.  On GPUs the bucket that fills last has at most 1, because no
+        computation hides its all-reduce.
     find_unused_parameters, static_graph : bool
         Accepted and not needed: unused parameters are found in any case, and a graph
         may change from step to step (unless ``strict``).
     gradient_as_bucket_view : bool, default False
         On GPUs, whether the ``.grad`` of parameters of 32 KiB and more is a view of its
-        bucket, so that gradients are in memory once, and not twice.  Such a view is not
-        in memory of torch's allocator: ``p.grad.record_stream(s)`` is ignored (before
-        you drop ``p.grad``, let the current stream wait for ``s``), and it cannot be
-        sent to another process (send ``p.grad.clone()``).  On the CPU new gradients of
-        that size are always views.  The option decides whether a view also replaces a
-        ``.grad`` that existed before the backward; otherwise it stays the same tensor.
+        bucket, so that gradients are in memory only once.  Such a view is not in memory
+        of torch's allocator: ``p.grad.record_stream(s)`` is ignored (before you drop
+        ``p.grad``, let the current stream wait for ``s``), and you cannot send it to
+        another process (send ``p.grad.clone()``).  On the CPU new gradients of that
+        size are always views; there the option decides whether a ``.grad`` that existed
+        before the backward is replaced by a view, or stays the same tensor.
     skip_all_reduce_unused_params, batched_grad_copy : bool
         Accepted and not needed.
     check_reduction : bool
         Deprecated in torch, without effect.
     device_mesh : torch.distributed.DeviceMesh, optional
         A 1-D mesh, or a 1-D slice of a larger one, instead of ``process_group``.  With
-        a slice, modules of ``parallelize_module`` are taken as in torch's class; they
-        may also be evaluated before the first step.
+        a slice, the module may come from ``parallelize_module``, as in torch's class,
+        and may also be evaluated before the first step.
     bucket_cap_mb_list : list of float, optional
-        Mebibytes of each bucket, in the order in which buckets fill.
+        The size of each bucket in MiB, in the order in which buckets fill.
     forward_sync_buffers : bool, optional
         The newer name of ``broadcast_buffers``.  As in torch, False still copies rank
         0's buffers at construction.
@@ -97,27 +97,27 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     mixed_precision : torch.nn.parallel.distributed._MixedPrecision, optional
         Computes forwards in its ``param_dtype``, averages gradients in its
         ``reduce_dtype``, and keeps buffers in its ``buffer_dtype``: float16, bfloat16,
-        float32, float64, or None, which changes nothing (for ``reduce_dtype``: means
-        ``param_dtype``).  This is experimental in torch.  ``torch.autocast`` instead
-        chooses by the operation, and ``bf16_compress_hook`` only averages in 16 bits.
+        float32, float64, or None, which changes nothing (a ``reduce_dtype`` of None
+        means ``param_dtype``).  Experimental in torch.  As alternatives, ``autocast``
+        chooses a dtype per operation; ``bf16_compress_hook`` only averages in 16 bits.
     strict : bool, optional
-        Whether to refuse, in torch's words, what torch refuses and this class serves:
-        parameters left out without ``find_unused_parameters``; with it, a gradient of
-        a parameter that no output depends on; a second gradient of a parameter in one
+        Whether to raise torch's errors for uses that this class otherwise supports:
+        unused parameters without ``find_unused_parameters``; with it, a gradient of a
+        parameter that no output depends on; a second gradient of a parameter in one
         backward; a graph that changes under ``static_graph``; bfloat16 hooks on the
         CPU.  Default: whether ``PACELINE_STRICT`` is 1.
     accumulate_in_fp32 : bool, default False
         On GPUs, whether float16 and bfloat16 gradients are summed in float32, in rank
-        order, and rounded once; otherwise NCCL chooses.  This takes up to 32 MiB more
-        of each GPU's memory, and for n ranks 64 n^2 bytes.  On the CPU it is always so.
+        order, and rounded once; otherwise NCCL chooses.  With n ranks this takes up to
+        32 MiB and 64 n^2 bytes more of each GPU's memory.  On the CPU it is always so.
 
     Attributes
     ----------
     module : torch.nn.Module
         The model.
     require_backward_grad_sync : bool
-        Whether a forward requests that its backward be averaged; read in forward, as in
-        torch.  :meth:`no_sync` sets it.
+        Whether gradients of a forward's backward are averaged.  Each forward reads it,
+        as in torch.  :meth:`no_sync` sets it.
 
     Raises
     ------
@@ -134,15 +134,15 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     ValueError
         If there is no process group.  On every rank, if an argument is out of range,
         ``device_ids`` is not the module's device, two ranks share a GPU, or torch's
-        class wraps a part of the module.  From a forward, if it wraps this wrapper.
+        class wraps a part of the module.  From a forward: if torch's class wraps this.
     paceline.PeerError
         If another rank dies during construction; later also from ``backward()``, and
         from a forward that waits for rank 0's buffers.
 
     Examples
     --------
-    In a world of one rank; in a script for ``torchrun``,
-    ``dist.init_process_group("gloo")`` makes a world of all ranks:
+    With one rank; in a script for ``torchrun``, ``dist.init_process_group("gloo")``
+    makes a group of all ranks:
 
     >>> import torch, torch.distributed as dist
     >>> from paceline import DistributedDataParallel
@@ -166,47 +166,47 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - Parameters may be frozen and unfrozen at any time.  After wrapping they may be
       converted, replaced or added, and frozen ones may be trained: the next forward
       notices this on every rank, and wraps the model anew.  It also does so if buffers
-      are added, removed or change their size (a buffer that grew in a forward is each
-      rank's own in that step).  As in torch, no buffer travels if the model had none
+      are added, removed or change their size (if a buffer grows in a forward, each rank
+      keeps its own in that step).  As in torch, no buffer travels if the model had none
       when it was wrapped.  Tensors that never travel may differ: frozen parameters that
       only some ranks add, and buffers without ``broadcast_buffers``.  If only one rank
       changes a tensor that travels, all ranks raise ``MismatchError``.
-    - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
-      records gradients, or in a join: one rank may make and evaluate a copy alone.
-      A copy that is only evaluated (an average of the wrapper's weights) thus has each
-      rank's own buffers, but torch's takes over rank 0's in its first forward.  Send
-      them yourself, or evaluate on rank 0.
+    - A copy (``copy.deepcopy``, ``pickle``) first communicates in a forward that
+      records gradients, or in a join, so one rank may make and evaluate a copy alone.
+      If ranks only evaluate a copy (an average of the wrapper's weights), each uses its
+      own buffers; torch's copy takes over rank 0's in its first forward.  Send them
+      yourself, or evaluate on rank 0.
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
-    - Ranks may leave out a sparse embedding, or have a dense gradient for it: then the
-      average is dense on all ranks.  Any parameter's gradient may be sparse.
+    - Ranks need not use a sparse embedding in each step.  If its gradient is dense on
+      any rank, the average is dense on all.  Any parameter's gradient may be sparse.
     - Evaluation (``torch.no_grad``) never communicates.  The first after a step uses
-      rank 0's buffers from the end of that step's backward.  The next forward that
-      records gradients takes over rank 0's; torch leaves each rank its own.
-    - A forward does not take over rank 0's buffers while another forward awaits its
-      backward, whose graph may have saved them; without a backward, until the next
-      step.  In a join context it does not either, before the next step.
-    - The number of forwards since the last step goes with each step.  If ranks are not
-      in the same step (one has caught an exception between forward and backward), all
+      rank 0's buffers from the end of that step's backward.  In the forward that trains
+      next, ranks take over rank 0's buffers; in torch each rank keeps its own there.
+    - While a forward awaits its backward, whose graph may have saved buffers, later
+      forwards keep theirs; if no backward comes, this lasts until the next step.
+      In a join context forwards only take over buffers that came with a step.
+    - Each step carries the number of forwards since the last one.  If ranks are not in
+      the same step (one has caught an exception between forward and backward), all
       raise ``MismatchError``.  If a forward must not be trained, run it under
       ``torch.no_grad()``, through ``wrapper.module``, or in evaluation mode if steps
       are in training mode.  If a loss must not count, let it still depend on the output
       (``0 * output.sum()``).  A reentrant checkpoint around the wrapper hides its
       forwards: then steps are paired by their order, as in torch.
-    - Every backward of a synchronised forward is averaged: those of several forwards,
-      of a retained graph, and after a local backward.  torch averages only the first
-      after the last forward, and leaves later ones local.
+    - Every backward of a synchronised forward is averaged, even with several forwards,
+      a retained graph, or a local backward in between.  torch averages only the first
+      backward after the last forward; later ones stay local.
     - ``no_sync()`` also works around ``backward()`` alone.
     - In a backward a large parameter's ``.grad`` is None from the arrival of its
-      gradient until the average is there, unless it has hooks of yours (on GPUs only
-      with ``gradient_as_bucket_view``).
-    - Afterwards it is a view of its bucket, which cannot grow or be freed in place:
+      gradient until the average is there, unless the parameter has hooks of yours (on
+      GPUs only with ``gradient_as_bucket_view``).
+    - After that backward ``.grad`` is a view of a bucket, and cannot grow or be freed:
       ``resize_()``, a larger ``out=`` and ``untyped_storage().resize_()`` raise torch's
       error for a storage that is not resizable.  Apply them to ``p.grad.clone()``.
     - If a gradient is None on every rank (set by a hook, or returned by a
       ``Function``), ``.grad`` stays unchanged, so that no optimizer steps by it; torch
       makes it zeros.
     - If a rank dies, leaves or fails, the others raise ``PeerError``, which names it;
-      in a backward it also replaces an exception that they would raise themselves.
+      in a backward ``PeerError`` also replaces their own exceptions.
     - Sums are taken in rank order, so each run gives the same bits.
     - If the group's own collectives carry gradients, sums are in the group's order, and
       only the group can notice a rank that dies, as in torch.  After a step that failed
@@ -217,14 +217,14 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
 
     With ``mixed_precision``:
 
-    - Parameters have their own dtype outside of forward and backward, and ``.grad``
-      always has it, under ``no_sync()`` too.  torch's have ``param_dtype`` from a
-      forward until a synchronised backward; after an evaluation they keep it.
-    - The module has copies in place of its parameters in its forward and backward.
-      As with torch's class, a change of these in place is lost.  Code that reaches a
-      parameter by another way (a list of tensors, a closure, an optimizer, a hook's
-      argument) gets the original, and so does ``wrapper.module(...)``.  There are no
-      ``_mp_param`` and ``_fp_param``.
+    - Outside of forward and backward parameters have their own dtype.  ``.grad`` always
+      has that dtype, even under ``no_sync()``.  In torch parameters have
+      ``param_dtype`` from a forward, even an evaluation, to a synchronised backward.
+    - In its forward and backward the module has copies in place of its parameters.  As
+      with torch's class, changes of copies in place are lost.  Code that reaches a
+      parameter in another way (a list of tensors, a closure, an optimizer, a hook's
+      argument) gets the original, and so does ``wrapper.module(...)``.  Parameters have
+      no ``_mp_param`` and ``_fp_param``.
     - On the CPU 16-bit gradients are summed in float32, and rounded once; on GPUs
       ``accumulate_in_fp32`` decides.  A single rank rounds nothing.
     - Buffers of integers stay integers; torch makes BatchNorm count in
@@ -233,9 +233,9 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
       Optimizers in backward, tied parameters, accumulation and both kinds of
       checkpoints work.
     - Modules with ``sparse=True``, and parts compiled by ``torch.jit``, are refused.
-    - In its first step torch 2.13 averages memory that was never written; with
-      ``gradient_as_bucket_view`` it takes later steps by old gradients, as seen on the
-      CPU.  Here the first step is as any other, and both settings give the same bits.
+    - On the CPU torch 2.13 averages uninitialised memory in its first step; with
+      ``gradient_as_bucket_view`` later steps use old gradients.  Here the first step is
+      like any other, and both settings give the same bits.
 
     As in torch, ``max_norm`` of an embedding scales the rows that its own rank used.
 
@@ -245,12 +245,12 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - After 3 steps, in which the reducer learns the order of buckets, a CUDA graph can
       capture a whole step.  A replay uses the same parameters, and does not watch the
       other ranks.
-    - No step waits for the GPU.  An error of NCCL, or the loss of a rank, is raised
-      from the ``backward()`` of the step or from the next one.
-    - Ctrl-C in a backward that waits for another rank takes effect once that rank has
-      come or the group's timeout is over: until then torch waits for its own thread.
+    - No step waits for the GPU.  If NCCL fails or a rank is lost, the step's
+      ``backward()`` or the next one raises.
+    - Ctrl-C in a backward that waits for another rank takes effect once that rank
+      arrives or the group's timeout ends: until then torch waits for its own thread.
     - Gradients of parameters that are declared sparse travel as dense ones.
-    - The next forward takes over rank 0's buffers from the end of backward.
+    - Each forward takes over rank 0's buffers as they were at the end of backward.
     """
 
     __module__ = "paceline"
@@ -344,10 +344,10 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     ) -> JoinContext:
         """Return a context in which ranks may take different numbers of steps.
 
-        A rank that leaves it waits for the others, and takes part in their steps with
-        zeros; its own ``.grad`` stay unchanged.  At the end every rank has the
-        parameters, and with ``broadcast_buffers`` the buffers, of the rank that left
-        last (of several, the highest).
+        A rank that leaves the context waits for the others, and takes part in their
+        steps with zeros; its own ``.grad`` stay unchanged.  At the end every rank has
+        the parameters, and with ``broadcast_buffers`` the buffers, of the rank that
+        left last; if several did, of the highest.
 
         Parameters
         ----------
@@ -381,15 +381,15 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
 
         - It counts synchronised backwards, not forwards: the context may contain
           several forwards before a backward, evaluation, and ``no_sync()`` in any form.
-          Only with ``throw_on_early_termination`` does each forward that records
-          gradients ask all ranks, so that a module may have its own collectives.
-        - Rank 0's buffers are sent until it has run out, then those of the lowest rank
-          that still trains (torch: of the highest); in the step in which the sender
-          changes, ranks keep their own.
+          With ``throw_on_early_termination`` each forward that records gradients first
+          checks that no rank has run out, so the module may have collectives.
+        - Rank 0 sends its buffers until it runs out, then the lowest rank that still
+          trains (torch: the highest) sends its own.  In the step in which the sender
+          changes, ranks keep their buffers.
         - ``divide_by_initial_world_size=False`` scales the averages over all ranks by
-          ``n_ranks / n_active``, in float64 and rounded once more.  That is exact if
-          the ratio is a power of two; with float32 on 2, 4, 8... ranks it gives the sum
-          divided by ``n_active``, rounded once.
+          ``n_ranks / n_active``, in float64, and rounds them again.  That is exact if
+          the ratio is a power of two; with float32 on 2, 4, 8... ranks the result is
+          the sum divided by ``n_active``, rounded once.
         - An exception in the context ends it on all ranks; all may catch it and go on.
 
         Do not nest the contexts of several wrappers: give all wrappers to torch's
@@ -399,9 +399,9 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         In torch's ``Join([...])`` this class is a joinable, with torch's limits: it
         counts forwards (those that record gradients), so each needs one backward, and
         ``no_sync()`` must be around both.  A rank that has run out gets the averages as
-        its ``.grad`` there, so that a sharded optimizer in the list steps by them; with
-        torch's class it steps by old ones.  A rank that has run out waits in the
-        process group, so it learns of an exception elsewhere when the group does.
+        its ``.grad`` there, so a sharded optimizer in the list uses them; with torch's
+        class it uses old gradients.  Such a rank waits in the process group, so it
+        notices an exception on another rank only when the group does.
 
         Examples
         --------
@@ -433,8 +433,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         Parameters
         ----------
         **kwargs
-            ``divide_by_initial_world_size``, as for :meth:`join`; others are for other
-            joinables.
+            ``divide_by_initial_world_size``, as for :meth:`join`; arguments for other
+            joinables are ignored.
 
         Returns
         -------

@@ -192,7 +192,7 @@ class Model:
         for name, owner, key in self.buffers:
             if not torch_core.has_memory(owner[key]):
                 raise NotImplementedError(
-                    f"'{name}' wraps other tensors, and paceline sends no such buffer "
+                    f"buffer '{name}' wraps other tensors, which paceline cannot send "
                     "with each step: give broadcast_buffers=False"
                 )
 

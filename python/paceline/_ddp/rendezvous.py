@@ -344,13 +344,13 @@ class Meeting:
         except BaseException as error:
             problem = error
         world = self._settle(world, problem, may_lack=False, has_links=False)
-        assert world is not None  # if one rank has none, this raises
+        assert world is not None  # else _settle() raises
         if comm is not None:
             comm.serve(world)
         return world
 
     def _group_of_hosts(self) -> Any:
-        """Return the carrier of messages between hosts: the group, or one over Gloo."""
+        """Return the group that carries messages: the user's, or one over Gloo."""
         if self._has_cpu:
             return self.group
         return torch_groups.make_gloo(

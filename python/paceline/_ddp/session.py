@@ -139,7 +139,7 @@ class Session:
 
     @property
     def needs_reducer(self) -> bool:
-        """Whether a rank that is alone needs a reducer, with nothing to average."""
+        """Whether a lone rank needs a reducer, although it has nothing to average."""
         has_callbacks = bool(self.hooks.registered or self.callbacks.always)
         return has_callbacks or self.options.strict
 
@@ -395,12 +395,12 @@ class Session:
             self.adopt_changes()
 
     def adopt_changes(self, has_buffers: bool = True) -> None:
-        """Meet the ranks: every rank notices the change at this same forward.
+        """Wrap the changed model anew, with all ranks, in the same forward on each.
 
-        With ``has_buffers`` it takes over the buffers that rank 0 has sent.
+        With ``has_buffers``, first take over the buffers that rank 0 has sent.
 
-        A copy (deepcopy, unpickled) does it now, not when it is made: one rank alone
-        may make a copy, to save or to evaluate it.
+        A copy (deepcopy, unpickled) meets the ranks here, not when it is made, because
+        one rank alone may make a copy, to save or to evaluate it.
         """
         if self.reducer is not None:
             if has_buffers:

@@ -230,7 +230,7 @@ class TorchSurface(TorchDDP):
             ``hook(state, bucket)`` starts to average one
             ``torch.distributed.GradBucket`` and returns a
             ``torch.futures.Future[torch.Tensor]`` of the averaged ``bucket.buffer()``,
-            with as many elements.  The hook itself divides by the number of ranks.
+            with the same number of elements.  The hook divides by the number of ranks.
 
         Raises
         ------
@@ -239,9 +239,9 @@ class TorchSurface(TorchDDP):
         ValueError
             If an annotation of the hook differs from torch's.
         RuntimeError
-            If the wrapper has a hook.  From ``backward()``: if the hook returns no
-            future of a fitting tensor.  Exceptions of the hook, or of its future, come
-            from ``backward()`` too; the other ranks get ``PeerError``.
+            If the wrapper already has a hook.  From ``backward()``: if the hook does
+            not return a future of a tensor of that size.  ``backward()`` also raises
+            exceptions of the hook and its future; other ranks raise ``PeerError``.
 
         Notes
         -----
@@ -249,8 +249,8 @@ class TorchSurface(TorchDDP):
         <https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html>`_.  Where it differs:
 
         - Without ``bucket_cap_mb`` buckets hold up to 25 MiB, and the last up to 1 MiB.
-          The first backward cuts them in the reverse order of the parameters, later
-          ones in the order in which gradients arrived.
+          In the first backward they follow the reverse order of the parameters, later
+          the order in which gradients arrived.
         - The buffer is a separate tensor: a hook may keep it.
         - bfloat16 hooks work on the CPU (``strict`` refuses them, as torch does).
         - A copy of the wrapper, and a model that was changed, keep the hook.

@@ -40,9 +40,9 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     """Trains a module on parts of each batch: a drop-in for torch's class.
 
     A batch is split over replicas of the module, and their outputs are joined in order.
-    Outputs and gradients are those of the plain module on the whole batch, for any
-    loss.  Exceptions are the statistics of BatchNorm in training, which are per replica
-    (replica 0's remain), and the random numbers of dropout.
+    For any loss, outputs and gradients equal those of the plain module on the whole
+    batch, except for random numbers (dropout) and BatchNorm in training: its statistics
+    are per replica, and the module keeps those of replica 0.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         replicas on the CPU.  By default, as in torch, all GPUs.  Without a usable GPU
         the module is called plainly, unless ``PACELINE_CPU_REPLICAS`` is set.
     output_device : int, str or torch.device, optional
-        Where outputs are: by default on the first device; -1 is the CPU.
+        The device of outputs: by default the first; -1 is the CPU.
     dim : int, default 0
         The batch dimension of inputs and outputs.
 
@@ -65,9 +65,9 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         One per replica: numbers of GPUs, or the CPU; empty if the module is called
         plainly.
     output_device : int or torch.device
-        Where outputs are.
+        The device of outputs.
     src_device_obj : torch.device
-        Where the module is.
+        The device of the module.
     dim : int
         The batch dimension.
 
@@ -110,30 +110,30 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     -----
     The contract is that of `torch's class
     <https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html>`_;
-    its replicas are on accelerators only.  ``scatter``, ``replicate``,
-    ``parallel_apply`` and ``gather`` may be overridden.
+    torch's replicas are on accelerators only.  Subclasses may override ``scatter``,
+    ``replicate``, ``parallel_apply`` and ``gather``.
 
     A replica has copies of the model's parameters and buffers, which each forward
     updates.  If replica 0 writes to parameters or buffers or sets attributes in
-    forward, the module keeps the result.  The next forward discards what other replicas
-    wrote, although ``id(self)`` stays the same there.  All replicas share objects that
-    attributes or arguments hold (lists, dicts, caches).  In replicas other than replica
-    0, parameters are not leaves and have no ``.grad``; use ``torch.autograd.grad`` in
-    forward.  All this is as in torch's class.  The differences are:
+    forward, the module keeps the result.  The next forward discards writes by other
+    replicas, although their ``id(self)`` stays the same.  All replicas share objects
+    that attributes or arguments hold (lists, dicts, caches).  In replicas other than
+    replica 0, parameters are not leaves and have no ``.grad``: in forward, use
+    ``torch.autograd.grad``.  All this is as in torch's class.  The differences are:
 
     - Parameters of replicas are real parameters: ``next(self.parameters())`` works in a
       forward.  Complex ones stay complex.  Hooks that a replica registers are its own.
     - Inputs with different batch sizes are an error; they are never cut to the
       shortest.  :func:`paceline.replicate` marks arguments that must not be split.  A
-      tensor that repeats one number for each replica (``n.expand(n_replicas)``) gives
-      each its number.
+      number expanded to one entry per replica (``n.expand(n_replicas)``) is allowed:
+      each replica gets one entry.
     - Parts of a batch differ by at most one row.  A batch with fewer rows than replicas
       uses fewer replicas.
     - Outputs may hold dataclasses, numbers, strings and NumPy arrays.  Numbers, strings
-      and other objects come as a list with one entry per replica.  As arguments, they
+      and other objects become a list with one entry per replica.  As arguments, they
       go whole to each replica.
-    - Lists of only numbers, strings or objects need one entry per row, and are joined
-      end to end.  Other lists are joined entry by entry, as in torch.
+    - An output that is a list of numbers, strings or objects must have one entry per
+      row; such lists are joined end to end, others entry by entry, as in torch.
     - The caller's autocast, default device and context variables reach all replicas.
     - State dicts load with the prefix ``module.`` and without it.
     - A ``scatter`` of a subclass may return any iterables; more parts than replicas are
@@ -146,19 +146,19 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     Each other replica draws from a seed that is derived from the stream's state.
 
     **On the CPU** replicas run one after another on the caller's thread, each with all
-    of torch's threads: to develop, test and teach programs for several GPUs.  For speed
-    on CPUs use ranks: :func:`paceline.launch` and
-    :class:`paceline.DistributedDataParallel`.  If a replica writes to the module itself
-    (by a lambda over ``self``), that is an error.
+    of torch's threads.  Use this to develop, test and teach programs for several GPUs;
+    for speed on CPUs use ranks: :func:`paceline.launch` and
+    :class:`paceline.DistributedDataParallel`.  It is an error if a replica writes to
+    the module itself (by a lambda over ``self``).
 
     **On GPUs** each replica has a thread.  Gradients are summed while backward runs, in
-    the order of replicas, with replica 0's last.  In 16-bit types the sum is rounded
-    once, and once more for replica 0's if there are three or more replicas.  A
-    parameter that no replica has used keeps its gradient.  If a forward draws from a
-    generator that replicas share, they run one after the other, so that runs can be
-    repeated; each GPU has its own generator.  Hooks on saved tensors receive what
-    replica 0 saves: put a ``checkpoint`` with ``use_reentrant=False`` inside the
-    module, not around the wrapper.
+    the order of replicas; replica 0's come last.  In 16-bit types the sum is rounded
+    once; with three or more replicas, it is rounded again when replica 0's are added.
+    A parameter that no replica has used keeps its gradient.  If a forward draws from a
+    generator that replicas share, replicas run one after another, so that runs can be
+    repeated; each GPU has its own generator.  Hooks on saved tensors receive only the
+    tensors that replica 0 saves: put a ``checkpoint`` with ``use_reentrant=False``
+    inside the module, not around the wrapper.
     """
 
     __module__ = "paceline"
@@ -261,7 +261,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             return self.gather(outputs, self.output_device)
 
     def _is_inner(self) -> bool:
-        """Tell whether a replica makes this call, or a backward that repeats one."""
+        """Tell whether this call is inside a replica, or repeats such a call."""
         if "_is_replica" in self.__dict__:
             return True
         is_inner = is_inside_replica()

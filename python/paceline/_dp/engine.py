@@ -133,7 +133,7 @@ class Engine:
         inputs: Sequence[Any],
         kwargs: Sequence[Any],
     ) -> list[Any]:
-        """Return each replica's output, or raise the error of the lowest one."""
+        """Return each replica's output; if some fail, raise the error of the first."""
         self._refuse_capture()
         parts, group = parts_of(module), self.group
         if len(replicas) > len(group):

@@ -209,7 +209,7 @@ class Group:
 
         Only sums use it from the next transfer of parameters on.
         """
-        n_bytes += _ALIGNMENT * len(self)  # each row of a shard begins at a multiple
+        n_bytes += _ALIGNMENT * len(self)  # each row of a shard is aligned
         room = self.rooms[-1]
         if room is not None and len(room) >= n_bytes:
             return

@@ -216,9 +216,9 @@ class ModelCopies:
 
 
 def _leaves_of(segment: Segment, k: int) -> list[torch.Tensor]:
-    """Return a replica's copies of a segment without a graph.
+    """Return a replica's copies of a segment, as leaves without a graph.
 
-    They are never the slots themselves: a reference to a slot is not counted.
+    They are new tensors, since a reference to a slot would not count as a holder.
     """
     with torch.inference_mode(False):
         detached = [slot.detach() for slot in segment.slots[k]]
@@ -246,9 +246,9 @@ def _accumulate(
 def _accumulate_later(
     accumulate: Callable[[torch.Tensor], None], copy: torch.Tensor
 ) -> None:
-    """Accumulate at the end of the backward: device 0's thread may do so until then.
+    """Accumulate at the end of the backward, after device 0's thread has.
 
-    The hook receives the copy as an argument: if it held it, neither would be freed.
+    The copy is an argument, because a hook that held its tensor would make a cycle.
     """
 
     def later() -> None:

@@ -320,7 +320,7 @@ def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any
 
 
 def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Tell whether two containers hold the same objects; replicas then share one."""
+    """Tell whether two containers hold the same objects, so replicas can share one."""
     return all(map(operator.is_, values, others))
 
 

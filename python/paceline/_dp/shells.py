@@ -59,7 +59,7 @@ def _is_live(value: Any) -> bool:
     if type(value) in _CONTAINERS:
         return replicate.leads(value)
     if type(value) is MethodType:
-        value = value.__self__  # of a part: see _leads_to_part() too
+        value = value.__self__  # _leads_to_part() finds methods of parts
     elif type(value) is weakref.ref:
         value = value()
     return type(value) is partial or isinstance(value, torch.Tensor)
