@@ -17,8 +17,8 @@
 
 typedef struct sum_member {
     const void *row;  /* packed but not summed yet; or NULL */
-    pl_event *packed; /* the row */
-    pl_event *added;  /* its shard, if it has one */
+    pl_event *packed; /* after the row is packed */
+    pl_event *added;  /* after this member's shard is added, if it has one */
 } sum_member;
 
 struct pli_gradient_sum {

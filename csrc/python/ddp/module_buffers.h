@@ -1,4 +1,4 @@
-/* module_buffers.h - a module's state beside its parameters. */
+/* module_buffers.h - sends the root's buffers; the other ranks take them over. */
 #ifndef PLI_MODULE_BUFFERS_H
 #define PLI_MODULE_BUFFERS_H
 

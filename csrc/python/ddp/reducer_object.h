@@ -133,7 +133,7 @@ typedef struct reducer_options {
 
 typedef struct reducer_sync {
     char is_on;         /* forwards are synchronised */
-    char is_in_no_sync; /* ... but no backward is, whatever its forward was */
+    char is_in_no_sync; /* all backwards are local, whatever their forward was */
     sync_mode backward; /* as chosen at the forward whose backward runs */
 } reducer_sync;
 

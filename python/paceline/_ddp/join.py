@@ -119,7 +119,7 @@ class JoinContext:
             return
         self._siblings.remove(self)
         if os.getpid() != self._process:
-            return  # a child leaves by its own exception
+            return  # a forked child is not a rank
         try:
             if error is None:
                 self._take_shadow_steps()

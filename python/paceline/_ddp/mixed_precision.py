@@ -104,7 +104,7 @@ class _Swap:
             if owner.get(name) is self._copies[parameter]:
                 owner[name] = parameter
 
-    # The engine calls it at the end of a backward, or drops it if that fails.
+    # The engine calls this object at the end of the backward, or drops it on failure.
     __call__ = __del__ = restore
 
 

@@ -208,7 +208,7 @@ class Peers:
         self._read_hosts(self._store)
 
     def _read_hosts(self, store: Any) -> None:
-        """Read the hosts of some ranks, the next ranks first; of a few ranks, all."""
+        """Read the hosts of the next ranks in turn; of all ranks if they are few."""
         first = self.rank + self._n_looked
         for rank in (n % self.size for n in range(first, first + self.size)):
             if self._n_looked - (first - self.rank) > _READ_TOGETHER // self.size:
@@ -260,7 +260,7 @@ class Peers:
             return self._all_gather(message, seconds)
         except _native.PeerError as error:
             if isinstance(error.__cause__, dist.DistError):
-                self._find_ended()  # the rank with the store; it may still be a zombie
+                self._find_ended()  # the store's rank is ending: wait for that
             raise
 
     def _find_ended(self) -> None:

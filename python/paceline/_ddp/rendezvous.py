@@ -314,7 +314,7 @@ class Meeting:
         return None
 
     def _why_no_memory_is_shared(self) -> str | None:
-        """Return why a host's ranks share no memory; None if hosts are several."""
+        """Return why ranks of one host share no memory; None with several hosts."""
         first, *others = self._peers.hosts
         differences = [host.difference_to(first) for host in others]
         for rank, difference in enumerate(differences, 1):

@@ -234,7 +234,7 @@ class Engine:
 
     def _call_all(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], bool]:
         """Return the outputs, and whether replicas used a generator that they share."""
-        if torch_modes.count_dispatch_modes():  # they would see the reads of generators
+        if torch_modes.count_dispatch_modes():  # they intercept reads of generators
             return [call() for call in calls], False
         if self.is_cpu:
             return rng.run_in_order(calls)

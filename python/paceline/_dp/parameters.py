@@ -42,7 +42,7 @@ class ModelCopies:
     Attributes
     ----------
     inner_backwards : InnerBackwards
-        Of the forward for which replicas were last made.
+        The backwards inside the last forward for which replicas were made.
     """
 
     def __init__(self, group: Group) -> None:

@@ -65,7 +65,7 @@ class State:
                 torch.set_autocast_enabled(device, is_enabled)
                 torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_cache_enabled(self.autocast_cache)
-            if is_cast:  # an autocast inside is not the outermost one
+            if is_cast:  # else an inner autocast clears the cache as it ends
                 torch.autocast_increment_nesting()
             for mode in self.modes:
                 torch_modes.push_function_mode(mode)
