@@ -106,11 +106,11 @@ class _Callback(ABC):
 class TensorBoard(_Callback):
     """Write scalars to TensorBoard: ``log(step, samples=len(x), loss=loss)``.
 
-    Only rank 0 writes.  Entries have your scalars and ``paceline/step_ms``, the mean
-    time of a step since the last entry; ``paceline/samples_per_second``, of all ranks;
-    for a `DistributedDataParallel`, ``paceline/exposed_comm_ms``, the communication
-    that backward did not hide in the last measured step, and
-    ``paceline/exposed_comm_share``, its share of the time of a step.
+    Only rank 0 writes.  Entries have your scalars, ``paceline/step_ms`` (the mean time
+    of a step since the last entry) and ``paceline/samples_per_second`` (of all ranks).
+    With a `DistributedDataParallel` they also have ``paceline/exposed_comm_ms`` (the
+    communication that backward did not hide in the last measured step) and
+    ``paceline/exposed_comm_share`` (its share of the time of a step).
 
     Parameters
     ----------

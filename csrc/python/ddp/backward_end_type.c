@@ -13,9 +13,9 @@
  * If the backward is not synchronised, the object only resets sync.backward, either
  * way.
  *
- * Queueing asks torch whether compiled autograd runs the backward (it drops callbacks
- * at its end without a call), and for the backward's number, which finds the steps of
- * other reducers that end with it (step.c).
+ * Queueing asks torch whether compiled autograd runs the backward: that drops callbacks
+ * at its end without a call.  It also asks for the backward's number, by which step.c
+ * finds the steps of other reducers that end with it.
  */
 #include "backward_end_type.h"
 

@@ -1,9 +1,9 @@
 /* dropped_backward.c - a backward that ends without a call: it raised, or compiled
  * autograd ran it.
  *
- * The peers learn of a failure at once.  The exception then still travels through
- * Python, so a pending call looks for it where an `except` or `finally` holds it, or
- * where the interpreter stores an uncaught one, and sends its traceback later.
+ * The peers learn of a failure at once, while the exception still travels through
+ * Python.  A pending call sends its traceback later.  It looks where an `except` or
+ * `finally` holds the exception, or where the interpreter stores an uncaught one.
  *
  * Compiled autograd calls no callbacks, but drops them at its end.  A pending call runs
  * right after, before Python continues behind `backward()`.  If no new exception is in

@@ -46,11 +46,11 @@ static int make_backend(const module_state *state, reducer_object *self)
     return 0;
 }
 
-/* Whether to free copied gradients at the end of the step only.  If a large gradient is
- * freed at once, its memory can be the top of the heap, which malloc returns to the
- * kernel, and the next layer takes a page fault for each of its pages: for a ResNet
- * 14,000 a step, a tenth of its time.  Waiting keeps the heap as large as it is without
- * data parallelism; the cost in memory is bounded. */
+/* Whether to free copied gradients at the end of the step only.  If a large gradient at
+ * the top of the heap is freed at once, malloc returns its memory to the kernel.  The
+ * next layer then takes a page fault per page: for a ResNet 14,000 a step, a tenth of
+ * its time.  Waiting keeps the heap as large as it is without data parallelism; the
+ * cost in memory is bounded. */
 static int may_retain(const reducer_object *self)
 {
     size_t n_bytes = 0;

@@ -3,8 +3,8 @@
  *
  * The most frequent types are found by comparing pointers; all others cost a few looks
  * at the type.  Constructors of user classes do not run, except for tuples and for
- * types in torch's registry: a dataclass's __init__ may need arguments that are not
- * fields, and its __post_init__ would do to chunks what it already did to the whole.
+ * types in torch's registry.  A dataclass's __init__ may need arguments that are not
+ * fields.  Its __post_init__ ran on the whole, and must not run again on each chunk.
  */
 #include "python/array.h"
 #include "tree.h"

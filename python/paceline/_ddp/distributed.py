@@ -199,7 +199,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - In a backward a large parameter's ``.grad`` is None from the arrival of its
       gradient until the average is there, unless the parameter has hooks of yours (on
       GPUs only with ``gradient_as_bucket_view``).
-    - After that backward ``.grad`` is a view of a bucket, and cannot grow or be freed:
+    - After that backward ``.grad`` is a view of a bucket.  It cannot grow or be freed:
       ``resize_()``, a larger ``out=`` and ``untyped_storage().resize_()`` raise torch's
       error for a storage that is not resizable.  Apply them to ``p.grad.clone()``.
     - If a gradient is None on every rank (set by a hook, or returned by a

@@ -41,8 +41,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
 
     A batch is split over replicas of the module, and their outputs are joined in order.
     For any loss, outputs and gradients equal those of the plain module on the whole
-    batch, except for random numbers (dropout) and BatchNorm in training: its statistics
-    are per replica, and the module keeps those of replica 0.
+    batch, except with random numbers (dropout) or BatchNorm in training.  BatchNorm's
+    statistics are per replica; the module keeps those of replica 0.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Replicas of a module: shells with copies of its parameters and buffers.
 
 A replica is like one of torch's ``replicate``, but its parameters are real ones:
-``next(self.parameters())`` works in its forward.  An attribute that refers to a part or
-parameter of the module (also by a bound method, or in a list, dict, partial or weak
-reference) refers to the replica's own there.
+``next(self.parameters())`` works in its forward.  If an attribute refers to a part or
+parameter of the module, the replica's attribute refers to its own one.  The reference
+may also be a bound method, or be in a list, dict, partial or weak reference.
 """
 
 from __future__ import annotations
