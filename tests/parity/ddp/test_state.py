@@ -207,6 +207,15 @@ def test_what_was_accumulated_before_a_change_and_is_frozen_is_refused(ranks):
     assert model.module[2].weight.grad is not None
 
 
+def test_a_parameter_that_one_rank_freezes_is_unused_there(ranks):
+    model = ranks.wrap(layer(4, 3))
+    for key in range(3):
+        model.zero_grad()
+        model(ranks.integers(2, 4, key=key)).sum().backward()
+        ranks.assert_same([model.module.weight.grad], "gradients")
+        model.module.bias.requires_grad_(ranks.rank == 0)
+
+
 def test_a_change_leaves_whether_to_synchronise_as_it_was(ranks):
     model = ranks.wrap(nn.Sequential(nn.Linear(4, 130), nn.Linear(130, 3)))
     train(ranks, model)
@@ -370,6 +379,7 @@ def test_a_buffer_that_all_ranks_let_grow_is_trained_on(ranks, wrap, dtype):
 
 ALONE = {
     "a parameter is added": lambda net: net.add_module("more", nn.Linear(2, 2)),
+    "a parameter is converted": lambda net: net[2].double(),
     "a parameter is replaced": lambda net: net.__setitem__(2, nn.Linear(40, 2)),
     "a buffer is gone": lambda net: delattr(net, "scale"),
     "a buffer is added": lambda net: net.register_buffer("more", torch.ones(2)),

@@ -369,6 +369,8 @@ def test_training_goes_on_after_an_exception_that_one_rank_catches(ranks, where,
     ranks.assert_same([*grads_of(model), *model.parameters()], "what was trained")
 
 
+@on_gpus_too()
+@on_ranks()
 def test_rank_0_evaluates_alone(ranks):
     model = ranks.wrap(nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9)))
     for epoch in range(3):
