@@ -6,55 +6,6 @@
 
 static const int global = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-/* Forks to the second stream and joins it again; x = 2 at the end. */
-static void capture_both_streams(gpu *it, CUevent joined)
-{
-    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS);
-    CHECK(cuEventRecord(it->event, it->a) == CUDA_SUCCESS);
-    CHECK(cuStreamWaitEvent(it->b, it->event, 0) == CUDA_SUCCESS);
-    CHECK(gpu_add_one(it, it->x, it->b) == CUDA_SUCCESS);
-    CHECK(cuEventRecord(joined, it->b) == CUDA_SUCCESS);
-    CHECK(cuStreamWaitEvent(it->a, joined, 0) == CUDA_SUCCESS);
-    CHECK(gpu_add_one(it, it->x, it->a) == CUDA_SUCCESS);
-}
-
-static void replay(uint64_t seed, fake_schedule schedule)
-{
-    gpu it = gpu_open(seed, schedule);
-    CUgraph graph = NULL;
-    CUgraphExec exec = NULL;
-    CUevent joined = NULL;
-    int status = 0;
-    CHECK(cuEventCreate(&joined, 0) == CUDA_SUCCESS);
-    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
-    capture_both_streams(&it, joined);
-    CHECK(cuStreamIsCapturing(it.b, &status) == CUDA_SUCCESS);
-    CHECK(status == CU_STREAM_CAPTURE_STATUS_ACTIVE);
-    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
-    CHECK(cuStreamIsCapturing(it.b, &status) == CUDA_SUCCESS);
-    CHECK(status == CU_STREAM_CAPTURE_STATUS_NONE);
-    CHECK(fake_pending() == 0); /* nothing was executed or enqueued */
-    CHECK(cuGraphInstantiate(&exec, graph, 0) == CUDA_SUCCESS);
-    CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
-    for (int i = 0; i < 3; i++) {
-        CHECK(cuGraphLaunch(exec, it.a) == CUDA_SUCCESS);
-        CHECK(gpu_add_one(&it, it.x, it.a) == CUDA_SUCCESS);
-        CHECK(gpu_read(&it, it.a) == 3.0f);
-    }
-    CHECK(cuGraphExecDestroy(exec) == CUDA_SUCCESS);
-    CHECK(cuEventDestroy(joined) == CUDA_SUCCESS);
-    gpu_close(&it);
-}
-
-TEST(a_graph_does_again_what_was_captured)
-{
-    for (uint64_t seed = 0; seed < 50; seed++) {
-        replay(seed, FAKE_RANDOM);
-        replay(seed, FAKE_LATE);
-        replay(seed, FAKE_EARLY);
-    }
-}
-
 /* Captures, makes one forbidden call, and checks that the capture is invalid. */
 static void invalidates(CUresult (*forbidden)(gpu *it), CUresult result)
 {

@@ -170,19 +170,6 @@ ONE_GPU_TEST(FAKE_EARLY, what_lies_outside_is_seen)
     gpu_expect_error("byte 1020 of an allocation of 1020 was written");
 }
 
-ONE_GPU_TEST(FAKE_EARLY, there_is_as_much_memory_as_was_said)
-{
-    CUdeviceptr memory = 0;
-    size_t available = 0;
-    size_t total = 0;
-    (void)it;
-    CHECK(cuMemGetInfo(&available, &total) == CUDA_SUCCESS);
-    CHECK(total == (size_t)1 << 32 && available == total - GPU_BYTES);
-    CHECK(cuMemAlloc(&memory, available + 1) == CUDA_ERROR_OUT_OF_MEMORY);
-    CHECK(cuMemAlloc(&memory, 0) == CUDA_ERROR_INVALID_VALUE);
-    CHECK(memory == 0);
-}
-
 /* Host memory that is not pinned may be reused at once, pinned memory may not. */
 static float copy_of(int is_pinned)
 {
@@ -208,16 +195,6 @@ TEST(pinned_memory_is_read_when_the_copy_is_made)
 }
 
 /* ---- calls ---------------------------------------------------------------------- */
-
-ONE_GPU_TEST(FAKE_EARLY, failures_come_when_they_are_ordered)
-{
-    const int before = fake_count("cuMemsetD8Async");
-    fake_fail("cuMemsetD8Async", 2, CUDA_ERROR_UNKNOWN);
-    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS);
-    CHECK(gpu_zero(it, it->a) == CUDA_ERROR_UNKNOWN);
-    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS);
-    CHECK(fake_count("cuMemsetD8Async") == before + 3);
-}
 
 TEST(a_hidden_function_is_not_found)
 {
@@ -297,16 +274,6 @@ ONE_GPU_TEST(FAKE_EARLY, calls_need_a_context_and_the_right_one)
     CHECK(cuCtxPushCurrent(it->context) == CUDA_SUCCESS);
     CHECK(cuDevicePrimaryCtxRelease(1) == CUDA_SUCCESS);
     CHECK(cuCtxPushCurrent(other) == CUDA_ERROR_INVALID_CONTEXT);
-}
-
-TEST(options_are_read_from_words)
-{
-    fake_options it = fake_defaults();
-    CHECK(fake_parse("seed=7,schedule=late,pump=1,devices=2,capacity=1024", &it));
-    CHECK(it.seed == 7 && it.schedule == FAKE_LATE && it.pump == 1);
-    CHECK(it.devices == 2 && it.capacity == 1024);
-    CHECK(!fake_parse("sed=7", &it));
-    CHECK(!fake_parse("schedule=never", &it));
 }
 
 /* ---- threads -------------------------------------------------------------------- */

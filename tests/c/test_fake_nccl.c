@@ -55,15 +55,6 @@ static int threads_wrong(uint64_t seed, fake_schedule schedule, int has_wait)
     return n_wrong;
 }
 
-TEST(ranks_as_threads_have_the_mean)
-{
-    for (uint64_t seed = 0; seed < N_SEEDS; seed++) {
-        CHECK(threads_wrong(seed, FAKE_RANDOM, 1) == 0);
-        CHECK(threads_wrong(seed, FAKE_LATE, 1) == 0);
-        CHECK(threads_wrong(seed, FAKE_EARLY, 1) == 0);
-    }
-}
-
 TEST(a_collective_that_does_not_wait_is_wrong)
 {
     int n_wrong = 0;
@@ -71,116 +62,6 @@ TEST(a_collective_that_does_not_wait_is_wrong)
         n_wrong += threads_wrong(seed, FAKE_RANDOM, 0) != 0;
     CHECK(n_wrong > 0);
     CHECK(threads_wrong(1, FAKE_LATE, 0) > 0);
-}
-
-/* ---- results -------------------------------------------------------------------- */
-
-typedef struct row {
-    ncclDataType_t nccl;
-    pl_dtype dtype;
-} row;
-
-static const row rows[] = {{ncclInt8, PL_I8},      {ncclInt32, PL_I32},
-                           {ncclInt64, PL_I64},    {ncclFloat16, PL_F16},
-                           {ncclFloat32, PL_F32},  {ncclFloat64, PL_F64},
-                           {ncclBfloat16, PL_BF16}};
-enum { N_ROWS = sizeof rows / sizeof rows[0] };
-
-static int expected(const rank *it, int op, int i)
-{
-    int value = 0;
-    for (int r = 0; r < it->n_ranks; r++)
-        value += rank_value(it, r, i);
-    return op == ncclAvg ? value / it->n_ranks : value;
-}
-
-static void check_elements(const rank *it, pl_dtype dtype, int op, int first, int n)
-{
-    char bytes[RANK_BYTES * MAX_RANKS];
-    int n_wrong = 0;
-    rank_read(it, bytes, (size_t)n * pl_dtype_bytes(dtype), it->side);
-    for (int i = 0; i < n; i++)
-        n_wrong += !value_is(bytes, dtype, (size_t)i, expected(it, op, first + i));
-    if (!CHECK(n_wrong == 0))
-        CHECK_MORE("%s, op %d, rank %d: %d of %d", pl_dtype_text(dtype), op, it->rank,
-                   n_wrong, n);
-}
-
-static void all_reduce_each(rank *ranks, int n, row type, ncclRedOp_t op)
-{
-    EACH_RANK_IN_GROUP (it, ranks, n) {
-        rank_fill(it, type.dtype, 12, it->side);
-        CHECK(rank_reduce(it, 12, type.nccl, op) == ncclSuccess);
-    }
-    EACH_RANK (it, ranks, n)
-        check_elements(it, type.dtype, (int)op, 0, 12);
-}
-
-RANKS_TEST(2, 1, FAKE_RANDOM, every_type_is_summed_and_every_float_averaged)
-{
-    for (int t = 0; t < N_ROWS; t++) {
-        all_reduce_each(ranks, 2, rows[t], ncclSum);
-        if (!value_is_integer(rows[t].dtype))
-            all_reduce_each(ranks, 2, rows[t], ncclAvg);
-    }
-}
-
-RANKS_TEST(3, 2, FAKE_LATE, parts_are_gathered)
-{
-    enum { PART = 4, ALL = 3 * PART };
-    float out[ALL];
-    EACH_RANK_IN_GROUP (it, ranks, 3) {
-        float *all = rank_memory(it);
-        rank_fill(it, PL_F32, ALL, it->side);
-        CHECK(ncclAllGather(all + (size_t)it->rank * PART, all, PART, ncclFloat32,
-                            it->comm, it->side) == ncclSuccess);
-    }
-    EACH_RANK (it, ranks, 3) {
-        rank_read(it, out, sizeof out, it->side);
-        for (int i = 0; i < ALL; i++)
-            CHECK(out[i] == (float)rank_value(it, i / PART, i));
-    }
-}
-
-/* Operations of a group have no order, so this uses two groups. */
-RANKS_TEST(3, 3, FAKE_RANDOM, a_root_receives_and_sends)
-{
-    int out[RANK_N];
-    EACH_RANK_IN_GROUP (it, ranks, 3) {
-        rank_fill(it, PL_I32, RANK_N, it->side);
-        CHECK(ncclReduce(rank_memory(it), rank_memory(it), RANK_N, ncclInt32, ncclSum,
-                         1, it->comm, it->side) == ncclSuccess);
-    }
-    EACH_RANK (it, ranks, 3)
-        CHECK(ncclBroadcast(rank_memory(it), rank_memory(it), RANK_N / 2, ncclInt32, 1,
-                            it->comm, it->side) == ncclSuccess);
-    EACH_RANK (it, ranks, 3) {
-        check_elements(it, PL_I32, ncclSum, 0, it->rank == 1 ? RANK_N : RANK_N / 2);
-        rank_read(it, out, sizeof out, it->side);
-        if (it->rank != 1)
-            CHECK(out[RANK_N - 1] == rank_value(it, it->rank, RANK_N - 1));
-    }
-}
-
-/* Every rank sends its number to every rank, itself included. */
-RANKS_TEST(3, 4, FAKE_RANDOM, pairs_send_and_receive_in_a_group)
-{
-    int out[RANK_N];
-    EACH_RANK_IN_GROUP (it, ranks, 3) {
-        int *all = rank_memory(it);
-        CHECK(cuMemsetD8Async(it->memory, (unsigned char)it->rank, 4, it->side) ==
-              CUDA_SUCCESS);
-        for (int p = 0; p < 3; p++) {
-            CHECK(ncclSend(all, 1, ncclInt32, p, it->comm, it->side) == ncclSuccess);
-            CHECK(ncclRecv(all + 1 + p, 1, ncclInt32, p, it->comm, it->side) ==
-                  ncclSuccess);
-        }
-    }
-    EACH_RANK (it, ranks, 3) {
-        rank_read(it, out, sizeof out, it->side);
-        for (int p = 0; p < 3; p++)
-            CHECK(out[1 + p] == p * 0x01010101);
-    }
 }
 
 /* ---- mistakes of a program ------------------------------------------------------ */
