@@ -1,7 +1,6 @@
 """Runs torch's own tests of DistributedDataParallel with our class in torch's place."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,11 +96,3 @@ def test_every_test_of_torch_that_makes_the_class_is_listed_once(in_the_wheel):
     listed += [*suite.DIFFERS, *suite.NOT_RUN]
     assert len(listed) == len(set(listed))
     assert set(listed) == in_the_wheel
-
-
-def test_the_table_in_the_readme_is_that_of_the_list():
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
-    assert (
-        readme.partition(suite.SECTION)[1:]
-        == suite.section().partition(suite.SECTION)[1:]
-    )

@@ -7,8 +7,7 @@ time.  Run by hand it takes names (all without any):
 
     python tests/parity/upstream/torch_suite.py [--torch] [--how adapted] [NAME ...]
 
-and with `--write` it makes the table of ../README.md again.  Which tests there are, and
-how each is run, stands in `torch_suite_list.py`.
+`torch_suite_list.py` says which tests there are, and how each is run.
 """
 
 from __future__ import annotations
@@ -262,21 +261,12 @@ class Server:
 # ---- by hand ------------------------------------------------------------------------
 
 
-def _write() -> None:
-    readme = HERE.with_name("README.md")
-    before = readme.read_text(encoding="utf-8").partition(torch_suite_list.SECTION)[0]
-    readme.write_text(
-        f"{before.rstrip()}\n\n{torch_suite_list.section()}", encoding="utf-8"
-    )
-
-
 def _main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="of tests; all without any")
     parser.add_argument("--how", choices=HOWS, help="the list's without it")
     parser.add_argument("--torch", action="store_true", help="with torch's own class")
-    parser.add_argument("--write", action="store_true", help="write README.md")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -284,9 +274,6 @@ def _main() -> int:
         os.dup2(2, 1)  # what torch's modules print when they are imported
         for answer in serve(sys.stdin):
             print(answer, file=answers, flush=True)
-        return 0
-    if arguments.write:
-        _write()
         return 0
     server = Server()
     n_bad = 0

@@ -10,9 +10,6 @@ import ast
 import inspect
 import re
 
-SECTION = "## torch's own tests"
-
-
 # By how they run: tests, and how many wrappers each makes in a rank.  As they are: they
 # need no GPU.
 PLAIN = {
@@ -182,37 +179,6 @@ RUN = {
 # them all.  It is seen again for a few of them, and for all by hand.
 BUILT = {**PLAIN, **STRICT, **ADAPTED, **ADAPTED_STRICT}
 BUILT |= {test: n_built for test, (n_built, *_) in DIFFERS.items()}
-
-INTRODUCTION = f"""\
-
-`test_torch_suite.py` runs the tests of DistributedDataParallel in the torch wheel with
-Paceline's class in torch's place: two ranks over Gloo, in fresh processes.  A test
-counts under three conditions.  torch's own class passes it in the same run, each rank
-builds Paceline's class as often as torch's, and torch's constructor never runs.
-
-`torch_suite_list.py` lists all tests.  `python tests/parity/upstream/torch_suite.py`
-with the name of a test runs that test, and with `--write` writes this section anew.
-
-These tests pass with both classes:
-
-- {len(PLAIN)} as they are;
-- {len(STRICT)} with `PACELINE_STRICT=1`, because it expects a refusal of torch;
-- {len(ADAPTED)} that are written for a GPU a rank, on the CPU (`cpu_shim.py`);
-- {len(ADAPTED_STRICT)} with both.
-
-The other tests; those that differ also ran on the CPU:
-
-| test | verdict |
-|---|---|
-"""
-
-
-def section() -> str:
-    """Return the section of README.md, from its headline on."""
-    rows = {test: f"differs: {why}" for test, (_, _, why) in DIFFERS.items()}
-    rows |= {test: f"not run: {why}" for test, why in NOT_RUN.items()}
-    lines = [f"| `{test}` | {words} |\n" for test, words in sorted(rows.items())]
-    return f"{SECTION}\n{INTRODUCTION}{''.join(lines)}"
 
 
 def candidates(source: str) -> set[str]:
