@@ -10,7 +10,6 @@ from paceline import _native
 from paceline._compat import torch_core
 from support.leaks import assert_leaves_nothing
 from torch.nn.parallel import scatter_gather
-from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from values import Attributed, Box, Classified, Frozen, Odd, Pair, rows, same
 
 torch_core.attach()
@@ -64,17 +63,6 @@ def test_one_output_is_joined_as_several_are():
     assert output[1] == [value]
     assert output[2] is None
     assert [each.tolist() for each in output[3:]] == [[2.0], [3]]
-
-
-def test_packed_sequences_are_joined_row_by_row():
-    sequences = [rows(m, 2) for m in (1, 3, 2)]
-    parts = [
-        pack_sequence(sequences[:2], enforce_sorted=False),
-        pack_sequence(sequences[2:], enforce_sorted=False),
-    ]
-    output, number = gather(*[(part, 1) for part in parts], sizes=(2, 1))
-    assert number == [1, 1]
-    assert same(unpack_sequence(output), sequences)
 
 
 def test_sparse_outputs_are_joined_by_torch():

@@ -404,24 +404,13 @@ def test_an_instruction_set_that_is_not_there_is_named(word, told):
     assert_named(told, result.stderr.splitlines()[-1])
 
 
-@pytest.mark.parametrize("word", ["plain", ""])
-def test_the_instruction_set_is_what_was_asked_for(word):
-    assert run(ASK_ISA, PACELINE_ISA=word).stdout.strip() == (word or _native.isa())
-
-
 def test_a_bad_instruction_set_is_an_error_where_a_reducer_is_made(monkeypatch):
     monkeypatch.setenv("PACELINE_ISA", "avx9000")
     with pytest.raises(ValueError, match="avx9000"):
         make_reducer()
 
 
-@pytest.mark.parametrize("word", ["soon", "0", "-1", "nan", "1e99", "3 s"])
-def test_a_bad_timeout_is_named_with_its_value(monkeypatch, word):
-    monkeypatch.setenv("PACELINE_TIMEOUT", word)
-    with pytest.raises(ValueError, match=f"PACELINE_TIMEOUT is '{word}'"):
+def test_a_bad_timeout_is_named_with_its_value(monkeypatch):
+    monkeypatch.setenv("PACELINE_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="PACELINE_TIMEOUT is 'soon'"):
         make_world()
-
-
-def test_a_good_timeout_overrides_the_argument(monkeypatch):
-    monkeypatch.setenv("PACELINE_TIMEOUT", "2.5")
-    make_world(timeout=1000.0)

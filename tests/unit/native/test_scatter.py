@@ -175,15 +175,6 @@ def test_a_dataclass_without_tensors_is_one_object_for_all_as_in_torch():
     assert args[1].x == [2]
 
 
-def test_gradients_flow_through_a_packed_sequence():
-    sequences = [rows(m, 2).requires_grad_() for m in (1, 3, 2)]
-    packed = pack_sequence(sequences, enforce_sorted=False)
-    scattered = _native.scatter((packed,), {}, 2, 0)
-    for k, ((part,), _) in enumerate(chunks(scattered)):
-        (part.data.sum() * (k + 1)).backward(retain_graph=True)
-    assert [x.grad.unique().tolist() for x in sequences] == [[1.0], [1.0], [2.0]]
-
-
 def test_a_packed_sequence_must_have_as_many_rows_as_the_others():
     packed = pack_sequence([rows(2), rows(1)])
     with pytest.raises(ValueError, match=r"args\[0\]\.data has 2 rows .* has 3"):
