@@ -79,7 +79,7 @@ done:
 
 pl_status pl_comm_issue(pl_comm *comm, const pl_op *op, pl_ticket *out)
 {
-    static const pli_order no_order = {NULL, NULL};
+    static const pli_order no_order = {NULL};
     return pli_comm_issue_ordered(comm, op, &no_order, out);
 }
 

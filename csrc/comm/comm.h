@@ -8,8 +8,8 @@
  * All kinds of communication implement one table of functions.  An operation is data
  * (pl_op); pl_comm_issue() checks it and passes it to the kind's `issue`.  Issuing
  * never waits: on shared memory it stores a counter; on a device it enqueues on the
- * side stream after the event `order->ready`, then records `order->done`.  Callers ask
- * for completion by ticket alone, so the reducer works with every kind.
+ * side stream after the event `order->ready`.  Callers ask for completion by ticket
+ * alone, so the reducer works with every kind.
  */
 #ifndef PLI_COMM_H
 #define PLI_COMM_H
@@ -19,10 +19,9 @@
 #include "core/status.h"
 #include "ipc/recorder.h"
 
-/* Device-side order of one operation; the members are NULL on the CPU. */
+/* Device-side order of one operation. */
 typedef struct pli_order {
-    pl_event *ready; /* the range is valid after this event */
-    pl_event *done;  /* recorded after the operation */
+    pl_event *ready; /* the range is valid after this event; NULL on the CPU */
 } pli_order;
 
 /* A reference to device memory, which stays valid and in place until `release` drops

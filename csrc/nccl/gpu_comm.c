@@ -97,13 +97,10 @@ done:
 static pl_status enqueue(pli_gpu_comm *self, const pl_op *op, const pli_order *order)
 {
     pl_status st = PL_OK;
-    const pl_backend_ops *backend = self->backend->ops;
     if (order->ready != NULL)
-        PL_TRY(backend->event_wait(self->backend, order->ready, self->side));
+        PL_TRY(self->backend->ops->event_wait(self->backend, order->ready, self->side));
     PL_TRY(pli_gpu_comm_carry(self, op));
     PL_TRY(record_op(self, op));
-    if (order->done != NULL)
-        PL_TRY(backend->event_record(self->backend, order->done, self->side));
 done:
     return st;
 }

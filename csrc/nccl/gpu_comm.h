@@ -11,7 +11,7 @@
  *
  *     offset < host_bytes     the base runs the operation, in host memory
  *     offset >= host_bytes    NCCL runs it: issue() enqueues it on the side stream
- *                             after order->ready, and then records order->done
+ *                             after order->ready
  *
  * Every rank must enqueue device operations and the user's collectives in the same
  * order.  The ticket of a device operation is that of the base's latest operation, so
