@@ -106,14 +106,22 @@ typedef struct word_args {
     uint64_t word;
 } word_args;
 
+/* A kernel run_NAME(), whose only argument is `it`. */
+#define STEP_KERNEL(name, type)                                                        \
+    static inline void do_##name(const type *it);                                      \
+    static inline void run_##name(void *const *args, const unsigned grid[3],           \
+                                  const unsigned threads[3])                           \
+    {                                                                                  \
+        (void)grid;                                                                    \
+        (void)threads;                                                                 \
+        do_##name(args[0]);                                                            \
+    }                                                                                  \
+    static inline void do_##name(const type *it)
+
 static atomic_int fill_ms; /* that the first parameter's takes */
 
-static inline void run_fill(void *const *args, const unsigned grid[3],
-                            const unsigned threads[3])
+STEP_KERNEL(fill, fill_args)
 {
-    const fill_args *it = args[0];
-    (void)grid;
-    (void)threads;
     if (it->param == 0)
         pli_sleep_ns(atomic_load(&fill_ms) * PLI_MS);
     fill_grads(it->model, it->step, it->rank, it->param, it->from, it->to, it->out);
@@ -121,31 +129,19 @@ static inline void run_fill(void *const *args, const unsigned grid[3],
 
 static atomic_int n_checked; /* number of its runs */
 
-static inline void run_check(void *const *args, const unsigned grid[3],
-                             const unsigned threads[3])
+STEP_KERNEL(check, check_args)
 {
-    const check_args *it = args[0];
-    (void)grid;
-    (void)threads;
     atomic_fetch_add(&n_checked, 1);
     check_mean(it->model, it->step, it->rank, it->param, it->at, it->divisor);
 }
 
-static inline void run_put_word(void *const *args, const unsigned grid[3],
-                                const unsigned threads[3])
+STEP_KERNEL(put_word, word_args)
 {
-    const word_args *it = args[0];
-    (void)grid;
-    (void)threads;
     *it->at = it->word;
 }
 
-static inline void run_check_word(void *const *args, const unsigned grid[3],
-                                  const unsigned threads[3])
+STEP_KERNEL(check_word, word_args)
 {
-    const word_args *it = args[0];
-    (void)grid;
-    (void)threads;
     CHECK(*it->at == it->word);
 }
 

@@ -260,12 +260,18 @@ enum { N_SCHEDULES = 3 };
 static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
 
 /* A test that each rank runs, in n_worlds worlds.  Their size and schedule may depend
- * on `seed`, which begins at 1. */
-#define GPU_WORLDS(n_worlds, world_size, schedule, run)                                \
+ * on `seed`, which begins at 1.  `options` are statements about the world, `all`. */
+#define GPU_WORLDS_WITH(n_worlds, world_size, schedule, options, run)                  \
     for (uint64_t seed = 1; seed <= (n_worlds); seed++) {                              \
         gpu_ranks all = gpu_ranks_of((int)(world_size), seed, schedule);               \
+        options;                                                                       \
         gpu_ranks_run_world(&all, run);                                                \
     }
+#define GPU_WORLDS(n_worlds, world_size, schedule, run)                                \
+    GPU_WORLDS_WITH(n_worlds, world_size, schedule, (void)0, run)
+#define GPU_TEST_WITH(n_worlds, world_size, schedule, options, name)                   \
+    TEST_BY(name, gpu_rank *self,                                                      \
+            GPU_WORLDS_WITH(n_worlds, world_size, schedule, options, name##_by))
 #define GPU_TEST(n_worlds, world_size, schedule, name)                                 \
     TEST_BY(name, gpu_rank *self, GPU_WORLDS(n_worlds, world_size, schedule, name##_by))
 #define GPU_TEST_ON_HOSTS(n_worlds, world_size, schedule, name)                        \

@@ -333,37 +333,28 @@ typedef struct example {
 TEST(known_sums_of_16_bit_floats_come_out)
 {
     static const example examples[] = {
-        {PL_F16, PL_SUM, {0x3c00, 0x1000}, 0x3c00}, /* 1 + 2^-11: a tie, down */
-        {PL_F16, PL_SUM, {0x3c01, 0x1000}, 0x3c02}, /* the next: a tie, up */
-        {PL_F16, PL_SUM, {0x3c00, 0x1001}, 0x3c01}, /* just above the tie */
-        {PL_F16, PL_SUM, {0x7bff, 0x4c00}, 0x7c00}, /* 65504 + 16 is infinite */
-        {PL_F16, PL_SUM, {0x7bff, 0x4bff}, 0x7bff}, /* 65504 + 15.99 is not */
-        {PL_F16, PL_SUM, {0xfbff, 0xcc00}, 0xfc00}, /* the same for its negative */
-        {PL_F16, PL_SUM, {0x0001, 0x0001}, 0x0002}, /* denormals add exactly */
-        {PL_F16, PL_SUM, {0x03ff, 0x0001}, 0x0400}, /* up to the least normal */
-        {PL_F16, PL_SUM, {0x8000, 0x8000}, 0x8000}, /* -0 + -0 */
-        {PL_F16, PL_SUM, {0x7c00, 0x3c00}, 0x7c00}, /* infinity stays */
-        {PL_F16,
-         PL_MEAN,
-         {0x0001, 0x0000},
-         0x0000}, /* half of the least: a tie, down */
-        {PL_F16, PL_MEAN, {0x0003, 0x0000}, 0x0002}, /* 1.5 of the least: a tie, up */
-        {PL_F16,
-         PL_MEAN,
-         {0x7bff, 0x7bff},
-         0x7bff}, /* the sum does not overflow float32 */
-        {PL_BF16, PL_SUM, {0x3f80, 0x3b80}, 0x3f80}, /* 1 + 2^-8: a tie, down */
-        {PL_BF16, PL_SUM, {0x3f81, 0x3b80}, 0x3f82}, /* the next: a tie, up */
-        {PL_BF16, PL_SUM, {0x3f80, 0x3b81}, 0x3f81}, /* just above the tie */
-        {PL_BF16, PL_SUM, {0x0001, 0x0001}, 0x0002}, /* denormals add exactly */
-        {PL_BF16, PL_SUM, {0x007f, 0x0001}, 0x0080}, /* up to the least normal */
-        {PL_BF16, PL_SUM, {0x7f7f, 0x7b00}, 0x7f80}, /* rounds over to infinity */
-        {PL_BF16, PL_SUM, {0x8000, 0x8000}, 0x8000}, /* -0 + -0 */
-        {PL_BF16, PL_SUM, {0xff80, 0x3f80}, 0xff80}, /* infinity stays */
-        {PL_BF16,
-         PL_MEAN,
-         {0x0001, 0x0000},
-         0x0000}, /* half of the least: a tie, down */
+        {PL_F16, PL_SUM, {0x3c00, 0x1000}, 0x3c00},   /* 1 + 2^-11: a tie, down */
+        {PL_F16, PL_SUM, {0x3c01, 0x1000}, 0x3c02},   /* the next: a tie, up */
+        {PL_F16, PL_SUM, {0x3c00, 0x1001}, 0x3c01},   /* just above the tie */
+        {PL_F16, PL_SUM, {0x7bff, 0x4c00}, 0x7c00},   /* 65504 + 16 is infinite */
+        {PL_F16, PL_SUM, {0x7bff, 0x4bff}, 0x7bff},   /* 65504 + 15.99 is not */
+        {PL_F16, PL_SUM, {0xfbff, 0xcc00}, 0xfc00},   /* the same for its negative */
+        {PL_F16, PL_SUM, {0x0001, 0x0001}, 0x0002},   /* denormals add exactly */
+        {PL_F16, PL_SUM, {0x03ff, 0x0001}, 0x0400},   /* up to the least normal */
+        {PL_F16, PL_SUM, {0x8000, 0x8000}, 0x8000},   /* -0 + -0 */
+        {PL_F16, PL_SUM, {0x7c00, 0x3c00}, 0x7c00},   /* infinity stays */
+        {PL_F16, PL_MEAN, {0x0001, 0x0000}, 0x0000},  /* 0.5 of the least: down */
+        {PL_F16, PL_MEAN, {0x0003, 0x0000}, 0x0002},  /* 1.5 of the least: a tie, up */
+        {PL_F16, PL_MEAN, {0x7bff, 0x7bff}, 0x7bff},  /* no sum overflows */
+        {PL_BF16, PL_SUM, {0x3f80, 0x3b80}, 0x3f80},  /* 1 + 2^-8: a tie, down */
+        {PL_BF16, PL_SUM, {0x3f81, 0x3b80}, 0x3f82},  /* the next: a tie, up */
+        {PL_BF16, PL_SUM, {0x3f80, 0x3b81}, 0x3f81},  /* just above the tie */
+        {PL_BF16, PL_SUM, {0x0001, 0x0001}, 0x0002},  /* denormals add exactly */
+        {PL_BF16, PL_SUM, {0x007f, 0x0001}, 0x0080},  /* up to the least normal */
+        {PL_BF16, PL_SUM, {0x7f7f, 0x7b00}, 0x7f80},  /* rounds over to infinity */
+        {PL_BF16, PL_SUM, {0x8000, 0x8000}, 0x8000},  /* -0 + -0 */
+        {PL_BF16, PL_SUM, {0xff80, 0x3f80}, 0xff80},  /* infinity stays */
+        {PL_BF16, PL_MEAN, {0x0001, 0x0000}, 0x0000}, /* 0.5 of the least: down */
         {PL_BF16, PL_MEAN, {0x0003, 0x0000}, 0x0002}, /* 1.5 of the least: a tie, up */
         {PL_BF16, PL_MEAN, {0x7f7f, 0x7f7f}, 0x7f7f}, /* no sum overflows */
     };

@@ -143,11 +143,8 @@ TEST(short_floats_are_added_in_float32_and_rounded_once)
 
 TEST(other_operations_are_as_ever_with_sums_in_float32)
 {
-    for (uint64_t seed = 101; seed <= 118; seed++) {
-        gpu_ranks all = gpu_ranks_of(2 + (int)(seed % 3), seed, schedules[seed % 3]);
-        all.accumulation = PLI_ACCUMULATE_IN_F32;
-        gpu_ranks_run_world(&all, run_random_steps);
-    }
+    GPU_WORLDS_WITH(18, 2 + seed % 3, schedules[seed % 3],
+                    all.accumulation = PLI_ACCUMULATE_IN_F32, run_random_steps);
 }
 
 /* ---- memory --------------------------------------------------------------------- */
@@ -233,7 +230,7 @@ GPU_TEST_ON_HOSTS(1, 1, FAKE_EARLY, a_step_neither_allocates_nor_waits_for_the_d
 
 /* ---- checks --------------------------------------------------------------------- */
 
-static void issue_bad_ops(gpu_rank *self)
+GPU_TEST(2, seed, FAKE_RANDOM, what_no_device_can_do_is_refused_and_changes_nothing)
 {
     pl_ticket ticket = 0;
     pl_op op = mean;
@@ -255,14 +252,6 @@ static void issue_bad_ops(gpu_rank *self)
     CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
     CHECK(pl_comm_wait(self->comm, 1000000, 0) == PL_EINVAL);
     (void)one_step(self, 3); /* still works */
-}
-
-TEST(what_no_device_can_do_is_refused_and_changes_nothing)
-{
-    for (int n = 1; n <= 2; n++) {
-        gpu_ranks all = gpu_ranks_of(n, 1, FAKE_RANDOM);
-        gpu_ranks_run_world(&all, issue_bad_ops);
-    }
 }
 
 TEST(a_base_without_room_for_the_words_is_refused)

@@ -190,11 +190,9 @@ static void fail_and_go_on(gpu_rank *self)
 
 TEST_ON_HOSTS(a_step_that_fails_is_left_behind_by_all)
 {
-    for (uint64_t seed = 1; seed <= 18; seed++) {
-        gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 4), seed, schedules[seed % 3]);
-        all.accumulation = (pli_accumulation)(seed / 2 % 2);
-        gpu_ranks_run_world(&all, fail_and_go_on);
-    }
+    GPU_WORLDS_WITH(18, 1 + seed % 4, schedules[seed % 3],
+                    all.accumulation = (pli_accumulation)(seed / 2 % 2),
+                    fail_and_go_on);
 }
 
 /* The device is one step behind the host, and the next step fails at once. */

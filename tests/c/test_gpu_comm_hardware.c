@@ -69,15 +69,17 @@ static void issue_many(gpu_rank *self)
 
 TEST(a_full_queue_is_waited_for)
 {
-    for (uint64_t seed = 1; seed <= 4; seed++) {
-        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_LATE);
-        all.fake.queue_depth = 8;
-        gpu_ranks_run_world(&all, issue_many);
-    }
+    GPU_WORLDS_WITH(4, 2, FAKE_LATE, all.fake.queue_depth = 8, issue_many);
 }
 
-/* Returned memory is deregistered, which a peer's proxy must answer. */
-static void deregister(gpu_rank *self)
+#define WITH_PROXIES                                                                   \
+    all.fake.proxy_blocks = 1;                                                         \
+    all.deadline_ns = SOON_NS
+
+/* Returned memory is deregistered, which a peer's proxy must answer.  Calls of NCCL
+ * block in two worlds, and not in the third. */
+GPU_TEST_WITH(3, 2, FAKE_RANDOM, WITH_PROXIES,
+              a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline)
 {
     pli_memory_ref *kept[3];
     for (int k = 0; k < 3; k++) {
@@ -94,17 +96,6 @@ static void deregister(gpu_rank *self)
     CHECK(pl_comm_progress(self->comm) != PL_OK);
 }
 
-TEST(a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline)
-{
-    for (uint64_t seed = 2; seed <= 3;
-         seed++) { /* one that blocks, one that does not */
-        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
-        all.fake.proxy_blocks = 1;
-        all.deadline_ns = SOON_NS;
-        gpu_ranks_run_world(&all, deregister);
-    }
-}
-
 static void take_a_step(gpu_rank *self)
 {
     CHECK_OK(gpu_step(self));
@@ -112,12 +103,7 @@ static void take_a_step(gpu_rank *self)
 
 TEST(a_healthy_end_waits_for_no_proxy_beyond_the_deadline)
 {
-    for (uint64_t seed = 1; seed <= 4; seed++) {
-        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
-        all.fake.proxy_blocks = 1;
-        all.deadline_ns = SOON_NS;
-        gpu_ranks_run_world(&all, take_a_step);
-    }
+    GPU_WORLDS_WITH(4, 2, FAKE_RANDOM, WITH_PROXIES, take_a_step);
 }
 
 /* ---- construction --------------------------------------------------------------- */
@@ -200,7 +186,9 @@ static void await_all(gpu_rank *self)
 }
 
 /* Operations of each size that a bucket, or the model's broadcast, may have. */
-static void connect_nothing_in_steps(gpu_rank *self)
+GPU_TEST_WITH(4, 1 + seed % 3 + (seed == 3), FAKE_LATE, atomic_int n_here = 0;
+              all.context = &n_here; all.device_bytes = LARGE_BYTES;
+              all.accumulation = (pli_accumulation)(seed % 2), a_step_connects_nothing)
 {
     static const size_t sizes[] = {1000, 70000, 300000, LARGE_BYTES / 4};
     if (!CHECK_OK(prepare(self)))
@@ -222,21 +210,11 @@ static void connect_nothing_in_steps(gpu_rank *self)
     CHECK(fake_connections() == n_before);
 }
 
-TEST(a_step_connects_nothing)
-{
-    for (uint64_t seed = 1; seed <= 4; seed++) {
-        atomic_int n_here = 0;
-        gpu_ranks all =
-            gpu_ranks_of(1 + (int)(seed % 3) + (seed == 3), seed, FAKE_LATE);
-        all.accumulation = (pli_accumulation)(seed % 2);
-        all.device_bytes = LARGE_BYTES;
-        all.context = &n_here;
-        gpu_ranks_run_world(&all, connect_nothing_in_steps);
-    }
-}
-
-/* Only one rank enters the trial, until it gives up. */
-static void prepare_alone(gpu_rank *self)
+/* Only one rank enters the trial, until it gives up; the watchdog checks meanwhile. */
+GPU_TEST_WITH(2, 2, FAKE_RANDOM, atomic_int n_here = 0; all.context = &n_here;
+              all.blocks = seed == 1; all.deadline_ns = SOON_NS;
+              all.fake.lazy_connect = 0;
+              all.fake.abort_ms = 500, a_trial_that_is_given_up_is_told_by_its_reason)
 {
     if (self->rank == 0) {
         CHECK_FAILS(prepare(self), PL_ETIMEOUT, "the first operations on the device");
@@ -245,20 +223,6 @@ static void prepare_alone(gpu_rank *self)
     if (self->rank == 1) {
         CHECK_FAILS(pl_comm_progress(self->comm), PL_EPEER,
                     "the first operations on the device");
-    }
-}
-
-TEST(a_trial_that_is_given_up_is_told_by_its_reason)
-{
-    for (int blocks = 0; blocks < 2; blocks++) {
-        atomic_int n_here = 0;
-        gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
-        all.blocks = blocks;
-        all.context = &n_here;
-        all.deadline_ns = SOON_NS;
-        all.fake.lazy_connect = 0;
-        all.fake.abort_ms = 500; /* the watchdog checks meanwhile */
-        gpu_ranks_run_world(&all, prepare_alone);
     }
 }
 
@@ -366,9 +330,13 @@ TEST(parts_of_one_card_take_a_rank_each)
 
 /* ---- the end -------------------------------------------------------------------- */
 
+static const int sending_versions[] = {21903, 22005, 22304, 22602, 22809};
+
 /* Rank 0 ends its world when its device is done; its data still lies with the proxy,
  * and rank 1's device waits for it. */
-static void end_first(gpu_rank *self)
+GPU_TEST_WITH(10, 2, FAKE_LATE, atomic_int n_ended = 0; all.context = &n_ended;
+              all.fake.nccl = sending_versions[seed % 5]; all.fake.net = 1;
+              all.blocks = seed > 5, who_ends_well_has_sent_all_that_its_peers_wait_for)
 {
     atomic_int *n_ended = self->all->context;
     if (!gpu_fill(self, &mean, 5) || !CHECK_OK(gpu_step(self)))
@@ -383,28 +351,10 @@ static void end_first(gpu_rank *self)
     gpu_check(self, &mean, 5);
 }
 
-TEST(who_ends_well_has_sent_all_that_its_peers_wait_for)
-{
-    static const int versions[] = {21903, 22005, 22304, 22602, 22809};
-    for (uint64_t seed = 1; seed <= 10; seed++) {
-        atomic_int n_ended = 0;
-        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_LATE);
-        all.fake.nccl = versions[seed % 5];
-        all.fake.net = 1;
-        all.blocks = seed > 5;
-        all.context = &n_ended;
-        gpu_ranks_run_world(&all, end_first);
-    }
-}
-
 TEST(a_flush_that_takes_too_long_is_given_up)
 {
-    for (int blocks = 0; blocks < 2; blocks++) {
-        gpu_ranks all = gpu_ranks_of(2, 1, FAKE_EARLY);
-        all.fake.proxy_blocks = 2;
-        all.blocks = blocks;
-        gpu_ranks_run_world(&all, take_a_step);
-    }
+    GPU_WORLDS_WITH(2, 2, FAKE_EARLY, all.fake.proxy_blocks = 2;
+                    all.blocks = seed == 1, take_a_step);
 }
 
 /* ---- the environment ------------------------------------------------------------ */

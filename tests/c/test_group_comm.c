@@ -74,11 +74,9 @@ static void ferry_drop(void *context)
     ((ferry *)context)->n_drops++;
 }
 
-/* ---- group_comms between ranks that are threads
- * -------------------------------------- */
+/* ---- group_comms between ranks that are threads --------------------------------- */
 
-static ferry
-    *ferries[PL_MAX_RANKS]; /* of the group_comms that group_comms_run() has made */
+static ferry *ferries[PL_MAX_RANKS]; /* of group_comms_run() */
 
 static int group_comm_over(pl_comm *world, size_t arena_bytes, ferry *it)
 {
@@ -295,8 +293,9 @@ static void check_withdrawn(const pl_reducer *reducer, rank_job *job)
 }
 
 /* A step may fail any number of times before its first operation, and not after it. */
-static void fail_steps(rank_job *job, size_t extra_bytes)
+static void fail_steps(rank_job *job)
 {
+    const size_t extra_bytes = *(const size_t *)job->context;
     const pl_param param = {.n_elems = 4, .dtype = PL_F32};
     const pl_reducer_spec spec = {.params = &param,
                                   .n_params = 1,
@@ -323,20 +322,10 @@ static void fail_steps(rank_job *job, size_t extra_bytes)
     pli_backend_destroy(backend);
 }
 
-static void fail_steps_without_extra(rank_job *job)
-{
-    fail_steps(job, 0);
-}
-
-static void fail_steps_with_extra(rank_job *job)
-{
-    fail_steps(job, 8);
-}
-
 TEST(a_step_that_fails_before_its_first_operation_has_not_begun)
 {
-    group_comms_run(2, ARENA_BYTES * 2, fail_steps_without_extra, NULL, 1);
-    group_comms_run(2, ARENA_BYTES * 2, fail_steps_with_extra, NULL, 1);
+    for (size_t extra_bytes = 0; extra_bytes <= 8; extra_bytes += 8)
+        group_comms_run(2, ARENA_BYTES * 2, fail_steps, &extra_bytes, 1);
 }
 
 GROUP_TEST(2, a_bad_call_is_refused_and_the_group_comm_stays_usable)

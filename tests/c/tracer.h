@@ -90,25 +90,19 @@ static inline void trace_free(pl_backend *backend, void *memory)
     free(memory);
 }
 
-static inline pl_status trace_copy(pl_backend *backend, const pl_move *moves,
-                                   size_t n_moves, pl_stream *on)
-{
-    tracer *it = of_backend(backend);
-    if (fails(it) != PL_OK)
-        return PL_ESYS;
-    note(it, "c%d:%zu ", number(on), n_moves);
-    return it->cpu->ops->copy(it->cpu, moves, n_moves, NULL);
-}
-
-static inline pl_status trace_add(pl_backend *backend, const pl_move *moves,
-                                  size_t n_moves, pl_stream *on)
-{
-    tracer *it = of_backend(backend);
-    if (fails(it) != PL_OK)
-        return PL_ESYS;
-    note(it, "a%d:%zu ", number(on), n_moves);
-    return it->cpu->ops->add(it->cpu, moves, n_moves, NULL);
-}
+/* Moves tensors as the CPU does. */
+#define TRACE_MOVES(kind, letter)                                                      \
+    static inline pl_status trace_##kind(pl_backend *backend, const pl_move *moves,    \
+                                         size_t n_moves, pl_stream *on)                \
+    {                                                                                  \
+        tracer *it = of_backend(backend);                                              \
+        if (fails(it) != PL_OK)                                                        \
+            return PL_ESYS;                                                            \
+        note(it, letter "%d:%zu ", number(on), n_moves);                               \
+        return it->cpu->ops->kind(it->cpu, moves, n_moves, NULL);                      \
+    }
+TRACE_MOVES(copy, "c")
+TRACE_MOVES(add, "a")
 
 static inline pl_status trace_scale(pl_backend *backend, const pl_move *moves,
                                     size_t n_moves, int numerator, int denominator,
@@ -132,23 +126,17 @@ static inline pl_status trace_event_create(pl_backend *backend, pl_event **out)
     return PL_OK;
 }
 
-static inline pl_status trace_event_record(pl_backend *backend, pl_event *event,
-                                           pl_stream *on)
-{
-    if (fails(of_backend(backend)) != PL_OK)
-        return PL_ESYS;
-    note(of_backend(backend), "r%de%d ", number(on), number(event));
-    return PL_OK;
-}
-
-static inline pl_status trace_event_wait(pl_backend *backend, pl_event *event,
-                                         pl_stream *on)
-{
-    if (fails(of_backend(backend)) != PL_OK)
-        return PL_ESYS;
-    note(of_backend(backend), "w%de%d ", number(on), number(event));
-    return PL_OK;
-}
+#define TRACE_EVENT(kind, letter)                                                      \
+    static inline pl_status trace_event_##kind(pl_backend *backend, pl_event *event,   \
+                                               pl_stream *on)                          \
+    {                                                                                  \
+        if (fails(of_backend(backend)) != PL_OK)                                       \
+            return PL_ESYS;                                                            \
+        note(of_backend(backend), letter "%de%d ", number(on), number(event));         \
+        return PL_OK;                                                                  \
+    }
+TRACE_EVENT(record, "r")
+TRACE_EVENT(wait, "w")
 
 static inline void trace_event_destroy(pl_backend *backend, pl_event *event)
 {

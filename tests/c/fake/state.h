@@ -51,7 +51,6 @@ struct CUstream_st {
 struct CUctx_st {
     int device;
     int n_retained;
-    int was_active;
     struct CUstream_st legacy;
     int n_slots_taken;
     int64_t n_bytes;  /* of live allocations */
