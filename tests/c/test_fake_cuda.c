@@ -1,7 +1,6 @@
 /* test_fake_cuda.c - the fake of CUDA: missing order, misuse of memory, ordered
  * failures. */
 #include <dlfcn.h>
-#include <pthread.h>
 
 #include "backend/kernels_table.h"
 #include "fake_gpu.h"
@@ -276,8 +275,6 @@ ONE_GPU_TEST(FAKE_EARLY, calls_need_a_context_and_the_right_one)
     CHECK(cuCtxPushCurrent(other) == CUDA_ERROR_INVALID_CONTEXT);
 }
 
-/* ---- threads -------------------------------------------------------------------- */
-
 #ifndef __SANITIZE_ADDRESS__ /* with it UBSan ends the program there */
 /* No pointer to a float is two bytes off, so the kernels do not check for it. */
 TEST(a_vector_that_is_not_aligned_ends_the_context)
@@ -306,54 +303,3 @@ TEST(a_vector_that_is_not_aligned_ends_the_context)
     fake_reset(NULL);
 }
 #endif
-
-static void *use_a_stream(void *memory)
-{
-    const gpu *it = memory;
-    CUevent event = NULL;
-    CUstream stream = NULL;
-    CUdeviceptr x = 0;
-    float out[GPU_N];
-    CHECK(cuCtxPushCurrent(it->context) == CUDA_SUCCESS);
-    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
-    CHECK(cuEventCreate(&event, 0) == CUDA_SUCCESS);
-    CHECK(cuMemAlloc(&x, GPU_BYTES) == CUDA_SUCCESS);
-    CHECK(cuMemsetD8Async(x, 0, GPU_BYTES, stream) == CUDA_SUCCESS);
-    for (int i = 0; i < 50; i++) {
-        CHECK(gpu_add_one(it, x, stream) == CUDA_SUCCESS);
-        CHECK(cuEventRecord(event, stream) == CUDA_SUCCESS);
-        if (i % 10 == 0)
-            CHECK(cuEventSynchronize(event) == CUDA_SUCCESS);
-    }
-    CHECK(cuMemcpyDtoHAsync(out, x, sizeof out, stream) == CUDA_SUCCESS);
-    CHECK(out[0] == 50.0f);
-    CHECK(cuMemFree(x) == CUDA_SUCCESS);
-    CHECK(cuEventDestroy(event) == CUDA_SUCCESS);
-    CHECK(cuStreamDestroy(stream) == CUDA_SUCCESS);
-    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
-    return NULL;
-}
-
-TEST(several_threads_and_the_pump_do_their_work)
-{
-    pthread_t threads[4];
-    fake_options options = fake_defaults();
-    gpu it = gpu_open(3, FAKE_RANDOM);
-    gpu_close(&it);
-    options.pump = 1;
-    gpu_start(&options);
-    CHECK(cuDevicePrimaryCtxRetain(&it.context, 0) == CUDA_SUCCESS);
-    CHECK(cuCtxPushCurrent(it.context) == CUDA_SUCCESS);
-    CHECK(cuModuleLoadData(&it.module, "image") == CUDA_SUCCESS);
-    CHECK(cuModuleGetFunction(&it.add_one, it.module, "add_one") == CUDA_SUCCESS);
-    for (int i = 0; i < 4; i++)
-        (void)pthread_create(&threads[i], NULL, use_a_stream, &it);
-    for (int i = 0; i < 4; i++)
-        (void)pthread_join(threads[i], NULL);
-    CHECK(cuModuleUnload(it.module) == CUDA_SUCCESS);
-    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
-    CHECK(cuDevicePrimaryCtxRelease(0) == CUDA_SUCCESS);
-    CHECK(fake_errors() == 0);
-    CHECK(fake_live_objects() == 0);
-    fake_reset(NULL);
-}

@@ -42,24 +42,6 @@ TEST(what_a_proxy_has_not_sent_is_lost_with_an_abort)
     CHECK(end_first(ncclCommDestroy) == CUDA_SUCCESS);
 }
 
-TEST(operations_over_proxies_have_their_outcome)
-{
-    static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
-    for (uint64_t seed = 0; seed < 30; seed++) {
-        rank ranks[3];
-        fake_options options = ranks_options(seed, schedules[seed % 3]);
-        options.net = 1;
-        ranks_make(ranks, 3, &options);
-        for (int k = 0; k < 3; k++) {
-            EACH_RANK (it, ranks, 3)
-                CHECK(rank_average(it, 1) == ncclSuccess);
-            EACH_RANK (it, ranks, 3)
-                CHECK(rank_wrong_means(it, it->side) == 0);
-        }
-        ranks_end(ranks, 3);
-    }
-}
-
 /* ---- communicators that do not block -------------------------------------------- */
 
 /* Makes a communicator of one rank with `config`; returns the call's result. */

@@ -424,32 +424,6 @@ TEST_ON_HOSTS(ranks_that_issue_other_operations_on_the_device_are_told)
     gpu_ranks_end(&all);
 }
 
-static void share_one_device(gpu_rank *self)
-{
-    (void)self;
-    CHECK(0);
-}
-
-TEST_ON_HOSTS(two_ranks_on_one_device_are_told_what_to_do)
-{
-    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
-    gpu_rank ranks[GPUS_MOST];
-    int n_told = 0;
-    all.is_shared = 1;
-    if (!gpu_ranks_start(&all))
-        return;
-    CHECK(gpu_ranks_run(&all, share_one_device, ranks) == 3);
-    for (int r = 0; r < 3; r++) {
-        n_told += ranks[r].made == PL_EINVAL &&
-                  strstr(ranks[r].words, "torch.cuda.set_device") != NULL &&
-                  strstr(ranks[r].words, "Duplicate GPU") != NULL;
-        if (!CHECK(strstr(ranks[r].words, "Duplicate GPU") != NULL))
-            CHECK_MORE("rank %d: %s", r, ranks[r].words);
-    }
-    CHECK(n_told >= 1);
-    gpu_ranks_end(&all);
-}
-
 /* ---- the end -------------------------------------------------------------------- */
 
 GPU_TEST_ON_HOSTS(6, 2, schedules[seed % 3], a_world_ends_though_its_step_never_will)

@@ -305,7 +305,7 @@ TEST(numbers_that_are_wrong_are_found_at_construction)
 
 /* ---- one card ------------------------------------------------------------------- */
 
-TEST(ranks_on_one_card_are_told_what_to_do_by_every_nccl)
+TEST_ON_HOSTS(ranks_on_one_card_are_told_what_to_do_by_every_nccl)
 {
     static const struct {
         int nccl, is_shared, one_bus;
