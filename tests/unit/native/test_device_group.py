@@ -328,19 +328,6 @@ def test_a_sum_refuses_what_cannot_be(group, call, given, kind, words):
     assert fake().fake_pending() == 0
 
 
-def test_a_sum_of_nothing_is_refused(group):
-    with pytest.raises(ValueError, match="that no member has packed"):
-        group.gradient_sum(1, [PAIR], [0], 8).begin(ROOMS, PAIR)
-
-
-def test_integers_are_not_summed(group):
-    rows = [torch.ones(8, dtype=torch.int32)] * 2
-    with pytest.raises(ValueError, match="int32") as refused:  # its frames hold rows
-        add_up(group, rows, torch.ones(8, dtype=torch.int32))
-    synchronize()
-    assert refused
-
-
 def test_tensors_elsewhere_are_refused():
     with fake_device():
         group = _native.DeviceGroup([make_device(), make_device(1, dlpack_type=2)])
