@@ -107,9 +107,7 @@ static PyObject *gpu_synchronize(PyObject *object, PyObject *ignored)
     if (st == PL_OK)
         st = backend->ops->synchronize(backend, NULL);
     Py_END_ALLOW_THREADS
-    if (st != PL_OK)
-        return pli_raise(state_of(object), st);
-    Py_RETURN_NONE;
+    return pli_none(pli_check(state_of(object), st));
 }
 
 static PyObject *gpu_index(PyObject *object, void *closure)

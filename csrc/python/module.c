@@ -14,23 +14,16 @@ static module_state *state_of_module(PyObject *module)
 
 /* ---- functions ------------------------------------------------------------------ */
 
-static int take_callable(PyObject *kwargs, const char *name, PyObject **field)
+/* Takes an argument of this type; if `type` is NULL, a callable. */
+static int take(PyObject *kwargs, const char *name, PyTypeObject *type,
+                PyObject **field)
 {
-    PyObject *callable = PyDict_GetItemString(kwargs, name); /* borrowed */
-    if (callable == NULL || !PyCallable_Check(callable))
-        return pli_error(PyExc_TypeError, "attach_torch: %s must be a callable", name);
-    Py_XSETREF(*field, Py_NewRef(callable));
-    return 0;
-}
-
-static int take_known(PyObject *kwargs, const char *name, PyTypeObject *type,
-                      PyObject **field)
-{
-    PyObject *known = PyDict_GetItemString(kwargs, name); /* borrowed */
-    if (known == NULL || !PyObject_TypeCheck(known, type))
+    PyObject *given = PyDict_GetItemString(kwargs, name); /* borrowed */
+    if (given == NULL ||
+        !(type != NULL ? PyObject_TypeCheck(given, type) : PyCallable_Check(given)))
         return pli_error(PyExc_TypeError, "attach_torch: %s must be a %s", name,
-                         type->tp_name);
-    Py_XSETREF(*field, Py_NewRef(known));
+                         type != NULL ? type->tp_name : "callable");
+    Py_XSETREF(*field, Py_NewRef(given));
     return 0;
 }
 
@@ -68,15 +61,17 @@ static PyObject *attach_torch(PyObject *module, PyObject *args, PyObject *kwargs
     if (PyTuple_GET_SIZE(args) != 0 || kwargs == NULL)
         return PyErr_Format(PyExc_TypeError, "attach_torch takes keywords only");
 #define TAKE_CALLABLE(name)                                                            \
-    if (take_callable(kwargs, #name, &state->name) != 0)                               \
+    if (take(kwargs, #name, NULL, &state->name) != 0)                                  \
         return NULL;
     PLI_TORCH_MAP(TAKE_CALLABLE)
 #undef TAKE_CALLABLE
-#define TAKE_KNOWN(name, type)                                                         \
-    if (take_known(kwargs, #name, &type, &state->name) != 0)                           \
+#define TAKE_CLASS(name)                                                               \
+    if (take(kwargs, #name, &PyType_Type, &state->name) != 0)                          \
         return NULL;
-    PLI_KNOWN_MAP(TAKE_KNOWN)
-#undef TAKE_KNOWN
+    PLI_CLASS_MAP(TAKE_CLASS)
+#undef TAKE_CLASS
+    if (take(kwargs, "registry", &PyDict_Type, &state->registry) != 0)
+        return NULL;
     return pli_none(take_exchange(state, PyDict_GetItemString(kwargs, "exchange")));
 }
 
@@ -196,12 +191,6 @@ static PyMethodDef module_methods[] = {
 
 /* ---- module --------------------------------------------------------------------- */
 
-static int intern(const char *text, PyObject **field)
-{
-    *field = PyUnicode_InternFromString(text);
-    return *field != NULL ? 0 : -1;
-}
-
 static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **field)
 {
     *field = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
@@ -236,10 +225,6 @@ static int module_exec(PyObject *module)
         return -1;
     PLI_TYPE_MAP(ADD_TYPE)
 #undef ADD_TYPE
-    if (intern("grad", &state->str_grad) != 0 ||
-        intern("is_neg", &state->str_is_neg) != 0 ||
-        intern("is_conj", &state->str_is_conj) != 0)
-        return -1;
 #define MAKE_NAME(name)                                                                \
     if ((state->name_##name = PyUnicode_InternFromString(#name)) == NULL)              \
         return -1;
@@ -256,14 +241,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 #define VISIT_TYPE(name) Py_VISIT(state->name##_type);
     PLI_TYPE_MAP(VISIT_TYPE)
 #undef VISIT_TYPE
-    Py_VISIT(state->errors);
-    Py_VISIT(state->exchange_capsule);
-#define VISIT_CALLABLE(name) Py_VISIT(state->name);
-    PLI_TORCH_MAP(VISIT_CALLABLE)
-#undef VISIT_CALLABLE
-#define VISIT_KNOWN(name, type) Py_VISIT(state->name);
-    PLI_KNOWN_MAP(VISIT_KNOWN)
-#undef VISIT_KNOWN
+#define VISIT_OBJECT(name) Py_VISIT(state->name);
+    PLI_OBJECT_MAP(VISIT_OBJECT)
+#undef VISIT_OBJECT
     return 0;
 }
 
@@ -273,18 +253,10 @@ static int module_clear(PyObject *module)
 #define CLEAR_TYPE(name) Py_CLEAR(state->name##_type);
     PLI_TYPE_MAP(CLEAR_TYPE)
 #undef CLEAR_TYPE
-    Py_CLEAR(state->errors);
-    Py_CLEAR(state->str_grad);
-    Py_CLEAR(state->str_is_neg);
-    Py_CLEAR(state->str_is_conj);
     state->exchange = NULL;
-    Py_CLEAR(state->exchange_capsule);
-#define CLEAR_CALLABLE(name) Py_CLEAR(state->name);
-    PLI_TORCH_MAP(CLEAR_CALLABLE)
-#undef CLEAR_CALLABLE
-#define CLEAR_KNOWN(name, type) Py_CLEAR(state->name);
-    PLI_KNOWN_MAP(CLEAR_KNOWN)
-#undef CLEAR_KNOWN
+#define CLEAR_OBJECT(name) Py_CLEAR(state->name);
+    PLI_OBJECT_MAP(CLEAR_OBJECT)
+#undef CLEAR_OBJECT
 #define CLEAR_NAME(name) Py_CLEAR(state->name_##name);
     PLI_NAME_MAP(CLEAR_NAME)
 #undef CLEAR_NAME

@@ -46,13 +46,20 @@
     X(join_packed)                                                                     \
     X(join_arrays)
 
-/* Other arguments of attach_torch(): the field, and the type that it must have. */
-#define PLI_KNOWN_MAP(X)                                                               \
-    X(tensor_type, PyType_Type)                                                        \
-    X(size_type, PyType_Type)                                                          \
-    X(packed_type, PyType_Type) /* PackedSequence */                                   \
-    X(marker_type, PyType_Type) /* paceline._compat.packed_sequence.Replicated */      \
-    X(registry, PyDict_Type)    /* of pytrees: {type: NodeDef} */
+/* Classes, which are other arguments of attach_torch(). */
+#define PLI_CLASS_MAP(X)                                                               \
+    X(tensor_type)                                                                     \
+    X(size_type)                                                                       \
+    X(packed_type) /* PackedSequence */                                                \
+    X(marker_type) /* paceline._compat.packed_sequence.Replicated */
+
+/* All objects that the state owns, besides types and names. */
+#define PLI_OBJECT_MAP(X)                                                              \
+    PLI_TORCH_MAP(X)                                                                   \
+    PLI_CLASS_MAP(X)                                                                   \
+    X(registry)         /* an argument of attach_torch(): pytrees, {type: NodeDef} */  \
+    X(errors)           /* the module paceline._errors */                              \
+    X(exchange_capsule) /* owns the exchange table */
 
 /* Interned names of frequently read attributes; name x is in the field name_x. */
 #define PLI_NAME_MAP(X)                                                                \
@@ -61,8 +68,13 @@
     X(__dataclass_fields__)                                                            \
     X(__new__)                                                                         \
     X(data)                                                                            \
+    X(dtype)                                                                           \
     X(flatten_fn)                                                                      \
+    X(grad)                                                                            \
+    X(is_conj)                                                                         \
+    X(is_neg)                                                                          \
     X(name)                                                                            \
+    X(requires_grad)                                                                   \
     X(unflatten_fn)                                                                    \
     X(value)
 
@@ -85,22 +97,14 @@ typedef struct module_state {
 #define TYPE_FIELD(name) PyTypeObject *name##_type;
     PLI_TYPE_MAP(TYPE_FIELD)
 #undef TYPE_FIELD
-    PyObject *errors;   /* the module paceline._errors */
-    PyObject *str_grad; /* interned: "grad", "is_neg", "is_conj" */
-    PyObject *str_is_neg;
-    PyObject *str_is_conj;
     pli_progress *progress;
     pli_processes *processes;        /* the peers of all worlds */
     pli_watchdog *watchdog;          /* of GPU worlds; NULL before the first one */
     struct reducer_object *reducers; /* linked list of all live ones; borrowed */
     const dl_exchange *exchange;     /* NULL: torch before 2.10 */
-    PyObject *exchange_capsule;      /* owns `exchange` */
-#define TORCH_FIELD(name) PyObject *name;
-    PLI_TORCH_MAP(TORCH_FIELD)
-#undef TORCH_FIELD
-#define KNOWN_FIELD(name, type) PyObject *name;
-    PLI_KNOWN_MAP(KNOWN_FIELD)
-#undef KNOWN_FIELD
+#define OBJECT_FIELD(name) PyObject *name;
+    PLI_OBJECT_MAP(OBJECT_FIELD)
+#undef OBJECT_FIELD
 #define NAME_FIELD(name) PyObject *name_##name;
     PLI_NAME_MAP(NAME_FIELD)
 #undef NAME_FIELD

@@ -169,10 +169,10 @@ static int may_be_lazy(const pli_layout *layout)
 static int read_lazy(const module_state *state, PyObject *object, pli_layout *layout)
 {
     const int is_neg =
-        pli_is_true(PyObject_CallMethodNoArgs(object, state->str_is_neg));
+        pli_is_true(PyObject_CallMethodNoArgs(object, state->name_is_neg));
     const int is_conj =
         is_neg == 0 && is_complex(layout)
-            ? pli_is_true(PyObject_CallMethodNoArgs(object, state->str_is_conj))
+            ? pli_is_true(PyObject_CallMethodNoArgs(object, state->name_is_conj))
             : 0;
     layout->is_lazy |= is_neg == 1 || is_conj == 1;
     return is_neg < 0 || is_conj < 0 ? -1 : 0;

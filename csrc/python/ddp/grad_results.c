@@ -67,7 +67,7 @@ static int bind_new(reducer_object *self, size_t i)
 static int copy_to_current(reducer_object *self, size_t i)
 {
     grad_slot *slot = &self->slots[i];
-    PyObject *grad = PyObject_GetAttr(slot->param, state_of_reducer(self)->str_grad);
+    PyObject *grad = PyObject_GetAttr(slot->param, state_of_reducer(self)->name_grad);
     if (grad == NULL)
         return -1;
     if (grad == Py_None) {

@@ -47,7 +47,7 @@ int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *t
 {
     const module_state *state = state_of_reducer(self);
     const grad_slot *slot = &self->slots[i];
-    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->str_grad);
+    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->name_grad);
     if (grad == NULL)
         return -1;
     if (grad == Py_None) {
@@ -82,7 +82,7 @@ int pli_grads_note(reducer_object *self, size_t first)
         if (slot->policy != POLICY_VIEW)
             continue;
         PyObject *grad =
-            PyObject_GetAttr(slot->param, state_of_reducer(self)->str_grad);
+            PyObject_GetAttr(slot->param, state_of_reducer(self)->name_grad);
         int had_grad = grad == NULL ? -1 : grad != Py_None;
         if (had_grad == 1 && i == first) { /* did autograd add to it? */
             const long version = pli_tensor_version(grad);

@@ -32,8 +32,6 @@ typedef struct watch_object {
     Py_ssize_t n_dicts;
     watched_item *items;
     Py_ssize_t n_items;
-    PyObject *str_dtype;
-    PyObject *str_requires_grad;
 } watch_object;
 
 /* ---- construction --------------------------------------------------------------- */
@@ -46,7 +44,7 @@ static int read_dict(PyObject *object, watched_dict *out)
     return 0;
 }
 
-static int read_item(const watch_object *self, PyObject *pair, int is_parameter,
+static int read_item(const module_state *state, PyObject *pair, int is_parameter,
                      watched_item *out)
 {
     PyObject *dict, *key;
@@ -66,8 +64,8 @@ static int read_item(const watch_object *self, PyObject *pair, int is_parameter,
     out->attributes = PyObject_GenericGetDict(value, NULL);
     if (out->attributes == NULL)
         PyErr_Clear(); /* its type has none */
-    out->dtype = PyObject_GetAttr(value, self->str_dtype);
-    out->requires_grad = PyObject_GetAttr(value, self->str_requires_grad);
+    out->dtype = PyObject_GetAttr(value, state->name_dtype);
+    out->requires_grad = PyObject_GetAttr(value, state->name_requires_grad);
     return out->dtype != NULL && out->requires_grad != NULL ? 0 : -1;
 }
 
@@ -97,7 +95,7 @@ static int read_items(const module_state *state, watch_object *self, PyObject *i
         PyObject *pair = is_parameter ? PyList_GET_ITEM(parameters, i - n_plain)
                                       : PyList_GET_ITEM(items, i);
         self->n_items = i + 1; /* so that clear drops a half-read one too */
-        if (read_item(self, pair, is_parameter, &self->items[i]) != 0)
+        if (read_item(state, pair, is_parameter, &self->items[i]) != 0)
             return -1;
     }
     return 0;
@@ -116,10 +114,7 @@ static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     watch_object *self = (watch_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->str_dtype = PyUnicode_InternFromString("dtype");
-    self->str_requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (self->str_dtype == NULL || self->str_requires_grad == NULL ||
-        read_dicts(state, self, dicts) != 0 ||
+    if (read_dicts(state, self, dicts) != 0 ||
         read_items(state, self, items, parameters) != 0)
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -145,7 +140,7 @@ static int was_swapped(PyObject *object, const PyObject *attributes)
     return now != attributes;
 }
 
-static int item_has_changed(const watch_object *self, const watched_item *item)
+static int item_has_changed(const module_state *state, const watched_item *item)
 {
     PyObject *value = PyDict_GetItemWithError(item->dict, item->key);
     if (value != item->value)
@@ -154,26 +149,27 @@ static int item_has_changed(const watch_object *self, const watched_item *item)
         return 0;
     if (was_swapped(value, item->attributes))
         return 1;
-    const int dtype = has_changed(value, self->str_dtype, item->dtype);
+    const int dtype = has_changed(value, state->name_dtype, item->dtype);
     if (dtype != 0)
         return dtype;
     /* A trained parameter that was frozen gets no gradients: it needs no new wrapping,
      * and is often unfrozen soon (adversarial training). */
     if (item->requires_grad == Py_True)
         return 0;
-    return has_changed(value, self->str_requires_grad, item->requires_grad);
+    return has_changed(value, state->name_requires_grad, item->requires_grad);
 }
 
 static PyObject *watch_changed(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
     const watch_object *self = (watch_object *)object;
+    const module_state *state = state_of(object);
     (void)ignored;
     for (Py_ssize_t d = 0; d < self->n_dicts; d++)
         if (PyDict_Size(self->dicts[d].dict) != self->dicts[d].n_entries)
             Py_RETURN_TRUE;
     for (Py_ssize_t i = 0; i < self->n_items; i++) {
-        const int changed = item_has_changed(self, &self->items[i]);
+        const int changed = item_has_changed(state, &self->items[i]);
         if (changed < 0)
             return NULL;
         if (changed)
@@ -224,8 +220,6 @@ static void watch_dealloc(PyObject *object)
     (void)watch_clear(object);
     pli_free(self->dicts);
     pli_free(self->items);
-    Py_XDECREF(self->str_dtype);
-    Py_XDECREF(self->str_requires_grad);
     pli_object_free(object);
 }
 

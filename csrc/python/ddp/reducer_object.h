@@ -223,7 +223,7 @@ static inline PyObject *pli_grad_home(const reducer_object *self, size_t i)
 
 static inline int pli_set_grad(reducer_object *self, size_t i, PyObject *grad)
 {
-    return PyObject_SetAttr(pli_grad_home(self, i), state_of_reducer(self)->str_grad,
+    return PyObject_SetAttr(pli_grad_home(self, i), state_of_reducer(self)->name_grad,
                             grad);
 }
 

@@ -12,7 +12,7 @@
 int pli_sparse_has_grad(const reducer_object *self, size_t i)
 {
     const module_state *state = state_of_reducer(self);
-    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->str_grad);
+    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->name_grad);
     const int has_grad = grad == NULL ? -1 : grad != Py_None;
     Py_XDECREF(grad);
     return has_grad;
@@ -273,7 +273,7 @@ static int overwrite(const module_state *state, PyObject *grad, PyObject *mean)
 int pli_sparse_put(reducer_object *self, size_t i, PyObject *mean)
 {
     const module_state *state = state_of_reducer(self);
-    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->str_grad);
+    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->name_grad);
     if (grad == NULL)
         return -1;
     const int is_same = grad != Py_None ? has_layout_of(grad, mean) : 0;

@@ -21,11 +21,9 @@ int pli_group_read_stream(PyObject *number, pl_stream **out)
 int pli_group_read_streams(const device_group_object *self, PyObject *numbers,
                            pli_group_streams *out)
 {
-    if (!PyTuple_Check(numbers) || PyTuple_GET_SIZE(numbers) != n_members(self)) {
-        PyErr_Format(PyExc_TypeError, "streams is %R: give a tuple of %zd numbers",
-                     numbers, n_members(self));
-        return -1;
-    }
+    if (!PyTuple_Check(numbers) || PyTuple_GET_SIZE(numbers) != n_members(self))
+        return pli_error(PyExc_TypeError, "streams is %R: give a tuple of %zd numbers",
+                         numbers, n_members(self));
     for (Py_ssize_t k = 0; k < n_members(self); k++)
         if (pli_group_read_stream(PyTuple_GET_ITEM(numbers, k), &out->by_member[k]) !=
             0)
@@ -37,8 +35,7 @@ int pli_group_check_member(const device_group_object *self, Py_ssize_t member)
 {
     if (member >= 0 && member < n_members(self))
         return 0;
-    PyErr_Format(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
-    return -1;
+    return pli_error(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
 }
 
 int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
@@ -51,8 +48,7 @@ int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
         return -1;
     if (pli_layout_is_dense(&out->layout) && !out->layout.is_lazy)
         return 0;
-    PyErr_SetString(PyExc_ValueError, "a tensor is not one block of memory");
-    return -1;
+    return pli_error(PyExc_ValueError, "a tensor is not one block of memory");
 }
 
 int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
@@ -62,9 +58,8 @@ int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
         return -1;
     if (pli_layout_bytes(&out->layout) == n_bytes)
         return 0;
-    PyErr_Format(PyExc_ValueError, "a block of %zu bytes, of a segment of %zu",
-                 pli_layout_bytes(&out->layout), n_bytes);
-    return -1;
+    return pli_error(PyExc_ValueError, "a block of %zu bytes, of a segment of %zu",
+                     pli_layout_bytes(&out->layout), n_bytes);
 }
 
 int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
@@ -76,8 +71,7 @@ int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
         return -1;
     if (*offset <= n_bytes && pli_layout_bytes(&out->layout) <= n_bytes - *offset)
         return 0;
-    PyErr_SetString(PyExc_ValueError, "a tensor reaches beyond its block");
-    return -1;
+    return pli_error(PyExc_ValueError, "a tensor reaches beyond its block");
 }
 
 static int read_ring(const device_group_object *self, PyObject *tensor, pli_ring *out)
@@ -95,16 +89,13 @@ int pli_group_read_rooms(const device_group_object *self, PyObject *items,
                          pli_room *out)
 {
     pli_tensor room;
-    if (!PyList_Check(items)) {
-        PyErr_Format(PyExc_TypeError, "memory is a %.200s: give a list, one a member",
-                     Py_TYPE(items)->tp_name);
-        return -1;
-    }
-    if (PyList_GET_SIZE(items) != n_members(self)) {
-        PyErr_Format(PyExc_ValueError, "memory of %zd members, of %zd",
-                     PyList_GET_SIZE(items), n_members(self));
-        return -1;
-    }
+    if (!PyList_Check(items))
+        return pli_error(PyExc_TypeError,
+                         "memory is a %.200s: give a list, one a member",
+                         Py_TYPE(items)->tp_name);
+    if (PyList_GET_SIZE(items) != n_members(self))
+        return pli_error(PyExc_ValueError, "memory of %zd members, of %zd",
+                         PyList_GET_SIZE(items), n_members(self));
     for (Py_ssize_t k = 0; k < n_members(self); k++) {
         PyObject *tensor = PyList_GET_ITEM(items, k);
         out[k] = (pli_room){0};
@@ -122,9 +113,8 @@ int pli_group_check_lists(PyObject *one, PyObject *other)
 {
     if (PyList_GET_SIZE(one) == PyList_GET_SIZE(other))
         return 0;
-    PyErr_Format(PyExc_ValueError, "lists of %zd and %zd: give equal lengths",
-                 PyList_GET_SIZE(one), PyList_GET_SIZE(other));
-    return -1;
+    return pli_error(PyExc_ValueError, "lists of %zd and %zd: give equal lengths",
+                     PyList_GET_SIZE(one), PyList_GET_SIZE(other));
 }
 
 /* ---- streams -------------------------------------------------------------------- */
@@ -159,12 +149,11 @@ static int read_pairs(const device_group_object *self, Py_ssize_t source,
                 0 ||
             pli_group_read_block(self, target, PyList_GET_ITEM(to_list, i), &to) != 0)
             return -1;
-        if (!pli_layout_equal(&from.layout, &to.layout)) {
-            PyErr_SetString(PyExc_ValueError,
-                            "a tensor and its destination are not alike: give the same "
-                            "dtype, shape and strides");
-            return -1;
-        }
+        if (!pli_layout_equal(&from.layout, &to.layout))
+            return pli_error(
+                PyExc_ValueError,
+                "a tensor and its destination are not alike: give the same "
+                "dtype, shape and strides");
         out[i] = pli_group_move_of(to.data, &from);
     }
     return 0;
@@ -244,21 +233,17 @@ static int read_segment(const device_group_object *self, PyObject *item,
     PyObject *sources, *offsets, *blocks;
     Py_ssize_t n_bytes;
     pl_move *moves;
-    if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, A_SEGMENT);
-        return -1;
-    }
+    if (!PyTuple_Check(item))
+        return pli_error(PyExc_TypeError, A_SEGMENT);
     if (!PyArg_ParseTuple(item, "O!O!nO!;" A_SEGMENT, &PyList_Type, &sources,
                           &PyList_Type, &offsets, &n_bytes, &PyList_Type, &blocks) ||
         pli_group_check_lists(sources, offsets) != 0)
         return -1;
-    if (n_bytes < 0 || PyList_GET_SIZE(blocks) != n_members(self)) {
-        PyErr_Format(PyExc_ValueError,
-                     "a segment of %zd bytes with %zd blocks: give one for each of "
-                     "%zd members",
-                     n_bytes, PyList_GET_SIZE(blocks), n_members(self));
-        return -1;
-    }
+    if (n_bytes < 0 || PyList_GET_SIZE(blocks) != n_members(self))
+        return pli_error(PyExc_ValueError,
+                         "a segment of %zd bytes with %zd blocks: give one for each of "
+                         "%zd members",
+                         n_bytes, PyList_GET_SIZE(blocks), n_members(self));
     const size_t n_moves = (size_t)PyList_GET_SIZE(sources);
     if (pli_check(state_of((PyObject *)self),
                   pli_calloc(1,

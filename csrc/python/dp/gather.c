@@ -331,12 +331,10 @@ PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
 {
     PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
-    if (n_args < 3 || n_args > 4 || !PyTuple_Check(args[1]) || !PyLong_Check(args[2])) {
-        PyErr_SetString(
+    if (n_args < 3 || n_args > 4 || !PyTuple_Check(args[1]) || !PyLong_Check(args[2]))
+        return PyErr_Format(
             PyExc_TypeError,
             "gather(outputs: list, sizes: tuple of int, dim: int, join=None)");
-        return NULL;
-    }
     joiner self = {
         .walk = {.state = state, .mode = PLI_REBUILD, .meet = join, .align = align},
         .sizes = args[1],

@@ -75,10 +75,8 @@ PyObject *pli_differing(PyObject *module, PyObject *args)
 PyObject *pli_reference_counts(PyObject *module, PyObject *objects)
 {
     (void)module;
-    if (!PyList_Check(objects)) {
-        PyErr_SetString(PyExc_TypeError, "objects is not a list");
-        return NULL;
-    }
+    if (!PyList_Check(objects))
+        return PyErr_Format(PyExc_TypeError, "objects is not a list");
     PyObject *counts = PyTuple_New(PyList_GET_SIZE(objects));
     for (Py_ssize_t i = 0; counts != NULL && i < PyList_GET_SIZE(objects); i++)
         pli_tuple_put(&counts, i,

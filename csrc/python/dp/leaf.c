@@ -8,9 +8,8 @@ static int too_many_dims(int n_dims)
 {
     if (n_dims <= PLI_MAX_DIMS)
         return 0;
-    PyErr_Format(PyExc_ValueError, "a tensor or array of %d dimensions: at most %d",
-                 n_dims, PLI_MAX_DIMS);
-    return -1;
+    return pli_error(PyExc_ValueError, "a tensor or array of %d dimensions: at most %d",
+                     n_dims, PLI_MAX_DIMS);
 }
 
 static int shape_of_array(PyObject *array, pli_shape *out)

@@ -331,11 +331,9 @@ PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args
 {
     PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
-    if (n_args != 4 || !PyTuple_CheckExact(args[0]) || !PyDict_CheckExact(args[1])) {
-        PyErr_SetString(PyExc_TypeError,
-                        "scatter(inputs: tuple, kwargs: dict, n: int, dim: int)");
-        return NULL;
-    }
+    if (n_args != 4 || !PyTuple_CheckExact(args[0]) || !PyDict_CheckExact(args[1]))
+        return PyErr_Format(PyExc_TypeError,
+                            "scatter(inputs: tuple, kwargs: dict, n: int, dim: int)");
     const Py_ssize_t n = PyLong_AsSsize_t(args[2]);
     const Py_ssize_t dim = PyLong_AsSsize_t(args[3]);
     if (PyErr_Occurred() || pli_needs_torch(state) != 0)
