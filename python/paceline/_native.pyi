@@ -239,9 +239,7 @@ class Watch:
     def changed(self) -> bool: ...
 
 @final
-class Hook:
-    @property
-    def function(self) -> Callable[[torch.Tensor], None]: ...
+class Hook: ...
 
 @final
 class BackwardEnd:

@@ -254,12 +254,9 @@ void pli_hook_detach(PyObject *hook)
     ((hook_object *)hook)->reducer = NULL;
 }
 
-/* The function that torch calls: a builtin, the cheapest callable. */
-static PyObject *hook_function(PyObject *object, void *closure)
+PyObject *pli_hook_function(PyObject *hook)
 {
-    PLI_ENTER(object);
-    (void)closure;
-    return PyCFunction_New(&hook_call_def, object);
+    return PyCFunction_New(&hook_call_def, hook);
 }
 
 static void hook_dealloc(PyObject *object)
@@ -267,14 +264,8 @@ static void hook_dealloc(PyObject *object)
     pli_object_free(object);
 }
 
-static PyGetSetDef hook_getset[] = {
-    {"function", hook_function, NULL, "The callable to register.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
 static PyType_Slot hook_slots[] = {
     {Py_tp_dealloc, hook_dealloc},
-    {Py_tp_getset, hook_getset},
     {Py_tp_doc, "A parameter's hook; made by Reducer alone."},
     {0, NULL},
 };

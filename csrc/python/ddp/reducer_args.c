@@ -204,41 +204,24 @@ void pli_reducer_free_spec(pl_reducer_spec *spec)
     pli_free((void *)spec->caps.each);
 }
 
-/* The model's device: `device`, or else that of its first parameter. */
-static int read_place(const module_state *state, PyObject *params, PyObject *device,
-                      dl_device *out)
-{
-    *out = (dl_device){.type = DL_CPU};
-    if (device != Py_None) {
-        *out = ((gpu_object *)device)->place;
-        return 0;
-    }
-    if (PyList_GET_SIZE(params) == 0)
-        return 0; /* pli_reducer_read() reports it */
-    const int status =
-        pli_tensor_place(state, PyList_GET_ITEM(params, 0), "parameter 0", out);
-    if (out->type != DL_CUDA)
-        out->type = DL_CPU;
-    return status;
-}
-
 PyObject *pli_measure(PyObject *module, PyObject *args)
 {
     PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
     pli_reducer_args read = {0};
     PyObject *device = Py_None;
-    dl_device place;
+    dl_device place = {.type = DL_CPU};
     pli_reducer_parts parts;
     PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "O!O!nn|O!Oi:measure", &PyList_Type, &read.params,
                           &PyList_Type, &read.buffers, &read.bucket_bytes,
                           &read.last_bytes, &PyList_Type, &read.sparse, &device,
                           &read.world_size) ||
-        pli_check_device(state, device) != 0 || check_sizes(&read) != 0 ||
-        read_place(state, read.params, device, &place) != 0)
+        pli_check_device(state, device) != 0 || check_sizes(&read) != 0)
         return NULL;
-    read.is_on_device = device != Py_None || place.type != DL_CPU;
+    read.is_on_device = device != Py_None;
+    if (read.is_on_device)
+        place = ((gpu_object *)device)->place;
     if (pli_reducer_read(state, place, &read, &parts) == 0)
         result = Py_BuildValue("nnn", (Py_ssize_t)pl_reducer_arena_bytes(&parts.spec),
                                (Py_ssize_t)pl_reducer_max_ops(&parts.spec),

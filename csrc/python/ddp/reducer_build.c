@@ -10,8 +10,7 @@ static int register_hook(const module_state *state, reducer_object *self, size_t
 {
     grad_slot *slot = &self->slots[i];
     slot->hook = pli_hook_new(state, self, i);
-    PyObject *function =
-        slot->hook != NULL ? PyObject_GetAttrString(slot->hook, "function") : NULL;
+    PyObject *function = slot->hook != NULL ? pli_hook_function(slot->hook) : NULL;
     if (function == NULL)
         return -1;
     slot->handle = PyObject_CallMethod(

@@ -134,7 +134,7 @@ class CommHookRunner:
         uses_group: bool,
     ) -> None:
         self._uses_group = uses_group
-        self._reference = weakref.ref(reducer)
+        self._reducer: _native.Reducer = weakref.proxy(reducer)
         self._parameters = parameters
         self._sparse = frozenset(sparse)
         self._hook, self._state = registered
@@ -143,12 +143,6 @@ class CommHookRunner:
         self._has_lost_order = False
         self._refusal: RuntimeError | None = None
         self._next = 0  # the next bucket's number; empty ones have none
-
-    @property
-    def _reducer(self) -> _native.Reducer:
-        reducer = self._reference()
-        assert reducer is not None, "called by its reducer alone"
-        return reducer
 
     def post(self, index: int) -> None:
         """Start the hook's work on a full bucket."""
@@ -350,6 +344,5 @@ torch_core.skip_frames(
     CommHookRunner.finish,
     CommHookRunner.finish_sparse,
     CommHookRunner._result_of,
-    CommHookRunner._reducer.fget,  # type: ignore[attr-defined]
     _sparse_gradient,
 )

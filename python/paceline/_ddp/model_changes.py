@@ -25,8 +25,9 @@ class Changes:
         buffers: list[tuple[str, dict[str, Any], str]],
         reducer: _native.Reducer,
     ) -> None:
-        self._wrapper = weakref.ref(wrapper)
-        self._reducer = weakref.ref(reducer)
+        # The session, which owns this, has both; it may not keep them alive.
+        self._wrapper: Any = weakref.proxy(wrapper)
+        self._reducer: _native.Reducer = weakref.proxy(reducer)
         self._trained = {id(p): p for p in model.trainable}  # they may be frozen later
         self._sends_buffers = bool(buffers)
         self._was = self._travelling(model)
@@ -36,24 +37,18 @@ class Changes:
 
     def changed(self) -> bool:
         """Tell whether the model must be wrapped anew."""
-        reducer = self._reducer()
-        if reducer is not None and reducer.has_other_buffers:
+        if self._reducer.has_other_buffers:
             return True
         if not self._native.changed():
             return False
-        wrapper = self._wrapper()
-        if wrapper is None or self._travelling(Model.of(wrapper.module)) != self._was:
+        if self._travelling(Model.of(self._wrapper.module)) != self._was:
             return True
-        self._native = watch(wrapper)
+        self._native = watch(self._wrapper)
         return False
 
     def parameters_changed(self) -> bool:
         """Tell whether parameters changed, not buffers alone."""
-        wrapper = self._wrapper()
-        return (
-            wrapper is None
-            or self._travelling(Model.of(wrapper.module))[0] != self._was[0]
-        )
+        return self._travelling(Model.of(self._wrapper.module))[0] != self._was[0]
 
     def _travelling(self, model: Model) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """Return the parts of a model that ranks synchronise, of those wrapped."""

@@ -4,10 +4,13 @@ For programs that must also run with torch's own class: ``PACELINE_STRICT=1``, o
 ``DistributedDataParallel(..., strict=True)``.  The messages begin with torch's words.
 The native reducer itself refuses a second gradient of a parameter in one backward, and
 with ``find_unused_parameters`` a gradient of a parameter that no output depends on.
+The classes here check which parameters a step used: each step of the reducer, which
+owns them, calls them at its end.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -56,26 +59,7 @@ LATE_STATIC = (
 )
 
 
-class GraphCheck:
-    """Compares the parameters that steps used with those that torch's class accepts.
-
-    Called after each step of the reducer, which owns it.
-    """
-
-    def __init__(
-        self, reducer: _native.Reducer, parameters: Sequence[torch.nn.Parameter]
-    ) -> None:
-        self._reference = weakref.ref(reducer)
-        self._parameters = parameters
-
-    @property
-    def _reducer(self) -> _native.Reducer:
-        reducer = self._reference()
-        assert reducer is not None, "called by its reducer or the reducer's owner"
-        return reducer
-
-
-class DynamicGraph(GraphCheck):
+class DynamicGraph:
     """Gradients since the last forward, if the graph may change from step to step.
 
     Each step since then counts, since outputs may have separate backwards.  With
@@ -88,14 +72,16 @@ class DynamicGraph(GraphCheck):
         parameters: Sequence[torch.nn.Parameter],
         searches: bool,
     ) -> None:
-        super().__init__(reducer, parameters)
+        self._reducer: _native.Reducer = weakref.proxy(reducer)
+        self._parameters = parameters
         self._searches = searches
         self._counts = bytes(len(parameters))
         self._wanted = bytes([not searches]) * len(parameters)
 
     def __call__(self) -> None:
-        pairs = zip(self._counts, self._reducer.ready_counts, strict=True)
-        self._counts = bytes(a | b for a, b in pairs)
+        self._counts = bytes(
+            map(operator.or_, self._counts, self._reducer.ready_counts)
+        )
 
     def forward_ends(self, output: Any) -> None:
         """Search a forward's output for used parameters, with `searches`."""
@@ -107,10 +93,7 @@ class DynamicGraph(GraphCheck):
         # them, whichever outputs have a gradient.
         passed = _mask_of_passed(output, self._parameters)
         self._reducer.unused = bytes(not is_shown for is_shown in shown)
-        pairs = zip(shown, passed, strict=True)
-        self._wanted = bytes(
-            is_shown and not is_passed for is_shown, is_passed in pairs
-        )
+        self._wanted = bytes(map(operator.gt, shown, passed))
 
     def refusal(self, names: Sequence[str], rank: int) -> str | None:
         """Return torch's message if parameters were left out, else None."""
@@ -125,7 +108,7 @@ class DynamicGraph(GraphCheck):
         return None
 
 
-class StaticGraph(GraphCheck):
+class StaticGraph:
     """Compares every step's graph with that of the first: ``static_graph``."""
 
     def __init__(
@@ -134,7 +117,8 @@ class StaticGraph(GraphCheck):
         parameters: Sequence[torch.nn.Parameter],
         log: StepLog,
     ) -> None:
-        super().__init__(reducer, parameters)
+        self._reducer: _native.Reducer = weakref.proxy(reducer)
+        self._parameters = parameters
         self._log = log
         self._passed = bytes(len(parameters))
         self._first: bytes | None = None
@@ -144,8 +128,7 @@ class StaticGraph(GraphCheck):
     def __call__(self) -> None:
         counts = self._reducer.ready_counts
         if self._first is None:
-            pairs = zip(counts, self._passed, strict=True)
-            self._first = bytes(max(pair) for pair in pairs)
+            self._first = bytes(map(max, counts, self._passed))
             return
         self._last = counts
         pairs = zip(self._first, counts, strict=True)
@@ -166,8 +149,7 @@ class StaticGraph(GraphCheck):
         """Note parameters of the first step's outputs: torch passes all through."""
         if self._first is None:
             passed = _mask_of_passed(output, self._parameters)
-            pairs = zip(self._passed, passed, strict=True)
-            self._passed = bytes(a | b for a, b in pairs)
+            self._passed = bytes(map(operator.or_, self._passed, passed))
 
     def refusal(self, names: Sequence[str], rank: int) -> str | None:
         """Return torch's message if the last step differs from the first, else None."""
@@ -203,8 +185,4 @@ def _message(
 
 
 # These run in backwards, which torch.compile may trace.
-torch_core.skip_frames(
-    DynamicGraph.__call__,
-    StaticGraph.__call__,
-    GraphCheck._reducer.fget,  # type: ignore[attr-defined]
-)
+torch_core.skip_frames(DynamicGraph.__call__, StaticGraph.__call__)
