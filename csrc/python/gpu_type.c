@@ -83,10 +83,8 @@ static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS
     st = pli_cuda_backend_create(&options, &self->backend);
     Py_END_ALLOW_THREADS
-    if (st != PL_OK) {
-        pli_raise(state_of_type(type), st);
+    if (pli_check(state_of_type(type), st) != 0)
         Py_CLEAR(self);
-    }
     return (PyObject *)self;
 }
 

@@ -21,15 +21,10 @@ static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                                      PyUnicode_FSConverter, &path, &who))
         return NULL;
     recorder_object *self = (recorder_object *)type->tp_alloc(type, 0);
-    if (self == NULL)
-        goto done;
-    const pl_status st =
-        pli_recorder_create(PyBytes_AS_STRING(path), who, &self->recorder);
-    if (st != PL_OK) {
-        pli_raise(state_of_type(type), st);
+    if (self != NULL &&
+        pli_check(state_of_type(type), pli_recorder_create(PyBytes_AS_STRING(path), who,
+                                                           &self->recorder)) != 0)
         Py_CLEAR(self);
-    }
-done:
     Py_DECREF(path);
     return (PyObject *)self;
 }

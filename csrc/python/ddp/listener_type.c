@@ -14,12 +14,9 @@ static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     listener_object *self = (listener_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    const pl_status st = pli_listener_create(self->address, &self->listener);
-    if (st != PL_OK) {
-        pli_raise(state_of_type(type), st);
-        Py_DECREF(self);
-        return NULL;
-    }
+    if (pli_check(state_of_type(type),
+                  pli_listener_create(self->address, &self->listener)) != 0)
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 

@@ -64,12 +64,6 @@ static inline pl_move pli_group_move_of(void *to, const pli_tensor *from)
                      .n_elems = from->layout.n_elems};
 }
 
-/* Returns None, or raises the error in `st`. */
-static inline PyObject *none_or_raise(const device_group_object *self, pl_status st)
-{
-    return st == PL_OK ? Py_NewRef(Py_None) : pli_raise(state_of((PyObject *)self), st);
-}
-
 /* A method: a new GradientSum (gradient_sum_type.c). */
 PyObject *pli_group_gradient_sum(PyObject *group, PyObject *args);
 

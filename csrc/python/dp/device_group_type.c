@@ -184,7 +184,7 @@ static PyObject *group_copy(PyObject *object, PyObject *args)
         st = pli_device_group_copy(self->group, of.by_member, (int)source, (int)target,
                                    moves, n);
         Py_END_ALLOW_THREADS
-        result = none_or_raise(self, st);
+        result = pli_none(pli_check(state_of(object), st));
     }
     pli_free(moves);
     return result;
@@ -287,7 +287,7 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args)
         st = pli_device_group_broadcast(self->group, of.by_member, all, n, ring,
                                         rooms != Py_None ? sums : NULL);
         Py_END_ALLOW_THREADS
-        result = none_or_raise(self, st);
+        result = pli_none(pli_check(state_of(object), st));
     }
     for (size_t i = 0; i < n; i++)
         pli_free((void *)all[i].moves);
@@ -311,7 +311,7 @@ static PyObject *order_streams(PyObject *object, PyObject *numbers,
     Py_BEGIN_ALLOW_THREADS
     st = order(self->group, of.by_member);
     Py_END_ALLOW_THREADS
-    return none_or_raise(self, st);
+    return pli_none(pli_check(state_of(object), st));
 }
 
 static PyObject *group_fence(PyObject *object, PyObject *numbers)

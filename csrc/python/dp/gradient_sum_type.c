@@ -120,7 +120,7 @@ static PyObject *sum_begin(PyObject *object, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     st = pli_gradient_sum_begin(self->sum, &sum, rooms);
     Py_END_ALLOW_THREADS
-    return none_or_raise(self->group, st);
+    return pli_none(pli_check(state_of(object), st));
 }
 
 static PyObject *sum_end(PyObject *object, PyObject *number)
@@ -134,7 +134,7 @@ static PyObject *sum_end(PyObject *object, PyObject *number)
     Py_BEGIN_ALLOW_THREADS
     st = pli_gradient_sum_end(self->sum, stream);
     Py_END_ALLOW_THREADS
-    return none_or_raise(self->group, st);
+    return pli_none(pli_check(state_of(object), st));
 }
 
 /* ---- life ----------------------------------------------------------------------- */

@@ -192,8 +192,9 @@ static int replace(pli_walk *walk, int kind, PyObject *const *values,
     return 1;
 }
 
-PyObject *pli_with_leaves(const module_state *state, PyObject *value, PyObject *leaves,
-                          int keeps_marks)
+/* `value` with its leaves, in order, replaced by those of a list or tuple. */
+static PyObject *with_leaves(const module_state *state, PyObject *value,
+                             PyObject *leaves, int keeps_marks)
 {
     replacing self = {.walk = {.state = state,
                                .n = 1,
@@ -244,7 +245,7 @@ static PyObject *tree_unflatten(PyObject *object, PyObject *leaves)
     PyObject *all = PySequence_Fast(leaves, "unflatten takes a sequence of leaves");
     PyObject *value = NULL;
     if (all != NULL)
-        value = pli_with_leaves(state_of(object), self->value, all, self->keeps_marks);
+        value = with_leaves(state_of(object), self->value, all, self->keeps_marks);
     Py_XDECREF(all);
     return value;
 }

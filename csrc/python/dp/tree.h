@@ -102,10 +102,6 @@ PyObject *pli_path(const pli_step *at, const char *start);
 PyObject *pli_path_of_leaf(const module_state *state, PyObject *value, Py_ssize_t leaf,
                            const char *start);
 
-/* `value` with its leaves, in order, replaced by those of a list or tuple. */
-PyObject *pli_with_leaves(const module_state *state, PyObject *value, PyObject *leaves,
-                          int keeps_marks);
-
 /* A Tree, which puts `value` together again with other leaves. */
 PyObject *pli_tree_new(const module_state *state, PyObject *value, int keeps_marks);
 
