@@ -290,9 +290,9 @@ def is_lazy(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, UninitializedTensorMixin)
 
 
-def tensor_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested containers, as torch's pytrees see them."""
-    return _pytree.tree_leaves(tree)
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, as torch's pytrees see them."""
+    return list(filter(torch.is_tensor, _pytree.tree_leaves(tree)))
 
 
 _PLAIN = frozenset(

@@ -290,7 +290,7 @@ class CommHooks:
 
     def __getstate__(self) -> dict[str, Any]:
         packed = [
-            (hook, _DefaultGroup if _is_default_group(state) else state)
+            (hook, _DefaultGroup if torch_groups.is_default_group(state) else state)
             for hook, state in self.registered
         ]
         return {**vars(self), "registered": packed}
@@ -301,10 +301,6 @@ class CommHooks:
             (hook, torch_groups.default_group() if state is _DefaultGroup else state)
             for hook, state in self.registered
         ]
-
-
-def _is_default_group(state: Any) -> bool:
-    return isinstance(state, dist.ProcessGroup) and torch_groups.is_default_group(state)
 
 
 def refusal(hook: Any) -> Exception | None:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from paceline import _native
 from paceline._compat import torch_core
 from paceline._ddp.autograd_contexts import watch_contexts
-from paceline._ddp.model_spec import Model
-
-
-class Owner(Protocol):
-    """The part of a session that a forward needs."""
-
-    world: _native.RankWorld
-    reducer: _native.Reducer | None
-    model: Model
-    requested_step: int
+from paceline._ddp.session import Session
 
 
 class ForwardPass:
@@ -37,7 +28,7 @@ class ForwardPass:
 
     __slots__ = ("_is_synchronised", "_on_backward", "_reducer", "_session", "_token")
 
-    def __init__(self, session: Owner, reducer: _native.Reducer) -> None:
+    def __init__(self, session: Session, reducer: _native.Reducer) -> None:
         self._session = weakref.ref(session)
         self._reducer = reducer
         self._on_backward = watch_contexts(reducer, session.model.trainable)

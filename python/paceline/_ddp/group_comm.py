@@ -30,7 +30,10 @@ def wait_for(work: Any) -> None:
     future first, as torch's own wrapper does: a Work with a future need not implement
     ``wait``.
     """
-    has_own_wait = isinstance(work, dist.Work) and _has_own_wait(type(work))
+    own_wait = (
+        getattr(type(work), "wait", None) if isinstance(work, dist.Work) else None
+    )
+    has_own_wait = isinstance(own_wait, types.FunctionType)
     if has_own_wait:
         dist.Work.wait(work)  # torch's core calls the class's own, with a timeout
     future = work
@@ -44,11 +47,6 @@ def wait_for(work: Any) -> None:
         wait_for_future(future, lambda: None)
     elif work is not None and not has_own_wait:
         work.wait()
-
-
-def _has_own_wait(kind: type) -> bool:
-    """Tell whether a subclass of ``Work`` implements ``wait`` in Python."""
-    return isinstance(getattr(kind, "wait", None), types.FunctionType)
 
 
 def wait_for_future(future: Any, poll: Callable[[], None]) -> Any:

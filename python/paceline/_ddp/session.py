@@ -35,7 +35,7 @@ from paceline._ddp.model_spec import (
 from paceline._ddp.options import MIB, Options
 from paceline._ddp.options import raise_first_difference as raise_differing_options
 from paceline._ddp.rendezvous import Meeting
-from paceline._ddp.step_callbacks import OptimizersInBackward, StepCallbacks
+from paceline._ddp.step_callbacks import StepCallbacks, take_optimizers
 from paceline._ddp.step_log import StepLog
 
 
@@ -342,7 +342,7 @@ class Session:
     def take_optimizers(self) -> None:
         """Take over optimizers that parameters were given, at the first forward."""
         self.has_taken_optimizers = True
-        optimizers = OptimizersInBackward.of(p for _, p in self.model.parameters)
+        optimizers = take_optimizers(p for _, p in self.model.parameters)
         if optimizers is None:
             return
         self.callbacks.always.append(optimizers)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,37 +47,30 @@ def wait_for(futures: Iterable[Any]) -> None:
         group_comm.wait_for(future)
 
 
-class OptimizersInBackward:
-    """Steps the optimizers that ``_apply_optimizer_in_backward`` gave to parameters.
+def take_optimizers(
+    parameters: Iterable[torch.nn.Parameter],
+) -> Callable[[], object] | None:
+    """Return what steps the optimizers of ``_apply_optimizer_in_backward``, or None.
 
-    They step by averages, so after the reducer's step; then the gradients that they
-    used become None.
+    This removes torch's hooks, which step by gradients of one rank.  Call the result
+    after the reducer's step.
     """
+    owners = [p for p in parameters if getattr(p, "_in_backward_optimizers", None)]
+    applied = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles = getattr(applied, "param_to_optim_hook_handle_map", {})
+    for parameter in owners:
+        for handle in handles.get(parameter, ()):
+            handle.remove()
+    return functools.partial(_step_optimizers, owners) if owners else None
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
 
-    @classmethod
-    def of(
-        cls, parameters: Iterable[torch.nn.Parameter]
-    ) -> OptimizersInBackward | None:
-        """Replace torch's hooks, which step by gradients of one rank."""
-        owners = [p for p in parameters if getattr(p, "_in_backward_optimizers", None)]
-        if not owners:
-            return None
-        applied = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-        handles = getattr(applied, "param_to_optim_hook_handle_map", {})
-        for parameter in owners:
-            for handle in handles.get(parameter, ()):
-                handle.remove()
-        return cls(owners)
-
-    def __call__(self) -> None:
-        for parameter in self._parameters:
-            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
-                optimizer.step()
-            parameter.grad = None
+def _step_optimizers(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Step by the averages; the gradients used become None."""
+    for parameter in parameters:
+        for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+            optimizer.step()
+        parameter.grad = None
 
 
 # These run in backwards, which torch.compile may trace.
-torch_core.skip_frames(StepCallbacks.__call__, wait_for, OptimizersInBackward.__call__)
+torch_core.skip_frames(StepCallbacks.__call__, wait_for, _step_optimizers)

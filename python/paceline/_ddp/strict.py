@@ -164,10 +164,7 @@ class StaticGraph:
 
 
 def _mask_of_passed(output: Any, parameters: Sequence[torch.nn.Parameter]) -> bytes:
-    leaves = [
-        leaf for leaf in torch_core.tensor_leaves(output) if torch.is_tensor(leaf)
-    ]
-    return torch_graph.mask_of_shown(leaves, parameters)
+    return torch_graph.mask_of_shown(torch_core.tensor_leaves(output), parameters)
 
 
 def _message(

@@ -56,9 +56,8 @@ class Arrival:
     is_begun, is_collected : bool
     """
 
-    def __init__(self, segment: Segment, streams: Streams, n_rows: int) -> None:
+    def __init__(self, segment: Segment, n_rows: int) -> None:
         self.segment = segment
-        self.streams = streams
         self.n_rows = n_rows
         self.total: torch.Tensor | None = None
         self.rows: dict[int, _Row] = {}
@@ -141,7 +140,7 @@ class Gradients:
                 self._backwards[task] = self._opened()
             arrivals = self._backwards[task]
             if i not in arrivals:  # autograd did not announce it
-                arrivals[i] = Arrival(self.segments[i], self.streams, 0)
+                arrivals[i] = Arrival(self.segments[i], 0)
             return arrivals[i]
 
     def _opened(self) -> dict[int, Arrival]:
@@ -152,7 +151,7 @@ class Gradients:
         """
         counts = [sum(map(_will_run, nodes)) for nodes in self._nodes]
         arrivals = {
-            i: Arrival(segment, self.streams, n)
+            i: Arrival(segment, n)
             for i, (segment, n) in enumerate(zip(self.segments, counts, strict=True))
             if n
         }
@@ -189,7 +188,7 @@ class Gradients:
             arrival.total = self._new_total(arrival.segment)
             self.group.native.fence(self.streams.numbers)
         arrival.is_begun = True
-        self.group.hold(arrival.streams, arrival.release)
+        self.group.hold(self.streams, arrival.release)
         arrival.sum.begin(self.group.rooms, arrival.total)
 
     def collect(self, i: int) -> list[torch.Tensor | None]:

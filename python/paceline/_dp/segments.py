@@ -64,8 +64,8 @@ class Segment:
         The model's own.
     forms : list of (torch.Size, tuple of int)
         Initial shape and strides of each: it may have others during a backward.
-    offsets, byte_offsets : list of int
-        The place of each in the block, in elements and in bytes.
+    byte_offsets : list of int
+        The place of each in the block.
     dtype : torch.dtype
         The dtype of all tensors.
     is_parameter : bool
@@ -91,7 +91,6 @@ class Segment:
         self.is_trained = is_trained
         self.forms: list[tuple[torch.Size, tuple[int, ...]]] = []
         self.tensors: list[torch.Tensor] = []
-        self.offsets: list[int] = []
         self.byte_offsets: list[int] = []
         self.n_elems = 0
         self.blocks: list[torch.Tensor | None] = [None] * len(group)
@@ -106,7 +105,6 @@ class Segment:
         step = max(1, _ALIGNMENT // self.width)
         self.tensors.append(tensor)
         self.forms.append((tensor.shape, tensor.stride()))
-        self.offsets.append(self.n_elems)
         self.byte_offsets.append(self.n_elems * self.width)
         self.n_elems += -(-tensor.numel() // step) * step
 
@@ -160,8 +158,8 @@ class Segment:
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return the places of the tensors in a block."""
         return [
-            block.as_strided(*form, offset + block.storage_offset())
-            for form, offset in zip(self.forms, self.offsets, strict=True)
+            block.as_strided(*form, at // self.width + block.storage_offset())
+            for form, at in zip(self.forms, self.byte_offsets, strict=True)
         ]
 
     # ---- what members have ----------------------------------------------------------
