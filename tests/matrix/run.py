@@ -78,7 +78,7 @@ The result of each part when it last ran:
 | `make c-test-plain` | 2026-11-26, 80 s with the build | 55 programs passed |
 | `make sanitize` (TSan) | with each change, 151 s | 55 programs passed |
 | `make fuzz-bytes` | 2026-11-26, a minute | nothing found |
-| `make fuzz` | 2026-11-26, 1,400 programs on 2 ranks, 950 on a mesh of 4, 400 loops | as with torch |
+| `make fuzz` | 2026-11-26, 1,400 programs, 950 on meshes, 400 loops | as with torch |
 | `make fuzz-dp` | 2026-11-26, 600 on the CPU, 300 on simulated GPUs | none wrong |
 | `make hosts` | 2026-11-25, 584 s | 1,569 passed; 100 drawn failures, none wrong |
 | `make matrix` | 2026-11-25 | the tables below |
