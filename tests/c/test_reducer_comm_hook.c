@@ -205,7 +205,7 @@ PAIR_TEST(a_carrier_has_caps_of_its_own)
 PAIR_TEST(a_carrier_is_refused_while_a_step_is_under_way_or_has_failed)
 {
     begin(it);
-    CHECK_FAILS(set(it, 0, &three_each), PL_ESTATE, "while a step is under way");
+    CHECK_FAILS(set(it, 0, &three_each), PL_ESTATE, "during a step");
     CHECK(pl_reducer_plan(it->reducers[0])->n_buckets == 3);
     pl_reducer_fail(it->reducers[0], "no reason");
     CHECK(set(it, 0, &three_each) == PL_ESTATE);
