@@ -73,7 +73,7 @@ DIFFERENCES = [  # the values of ranks 0 and 1, the error of rank 0, that of ran
     (torch.ones(2), torch.ones(2).double(), "Mismatch.*float32.*where.*float64", None),
     (1, torch.tensor(1), "Mismatch.*0 has a number where rank 1 .*torch.int64", None),
     ({"a": 1}, {"b": 1}, "Mismatch.*0 has 'a': a number where rank 1 has 'b'", None),
-    ("1", 1, r"TypeError: mean\(\) of a str", "Mismatch.*rank 0 failed.*of a str"),
+    ("1", 1, r"TypeError: mean\(\) got a str", "Mismatch.*rank 0 failed.*got a str"),
     (10**400, 1, "OverflowError", "Mismatch.*rank 0 failed in mean.*too large"),
     (torch.ones(2).to_sparse(), 1, "TypeError", "Mismatch.*rank 0 failed in mean"),
     (torch.ones(1) * 1j, 1, "TypeError", "Mismatch.*rank 0 failed in mean"),

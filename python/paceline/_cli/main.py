@@ -92,15 +92,14 @@ def _dispatch(arguments: list[str]) -> int:
     if first in ("-V", "--version"):
         print(f"paceline {paceline.__version__}")
         return 0
-    is_word = re.fullmatch(r"[\w-]+", first) and not os.path.exists(first)
-    if first == "run":
-        arguments = arguments[1:]
-    elif is_word and (question := meant(first, _KNOWN)):
-        _refuse(f"unknown word {first}{question}")
-    if arguments[:1] in (["-h"], ["--help"]):
+    program = arguments[1:] if first == "run" else arguments
+    if program[:1] in (["-h"], ["--help"]):
         print(_USAGE.format(program=_program()), end="")
         return 0
-    return _run(arguments)
+    is_word = re.fullmatch(r"[\w-]+", first) and not os.path.exists(first)
+    if first != "run" and is_word and (question := meant(first, _KNOWN)):
+        _refuse(f"unknown word {first}{question}")
+    return _run(program)
 
 
 def _run(arguments: list[str]) -> NoReturn:
