@@ -25,10 +25,12 @@ static pl_status lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
                          pli_shm_segment *out)
 {
     /* The sizes below are sums and products of these two. */
-    if (arena_bytes > PTRDIFF_MAX / ((size_t)world_size + 1))
-        return pli_fail(PL_ENOMEM,
-                        "%d x %zu bytes of shared memory exceed the address space",
-                        world_size, arena_bytes);
+    if (arena_bytes > PTRDIFF_MAX / ((size_t)world_size + 1)) {
+        (void)pli_fail(PL_ENOMEM,
+                       "%d x %zu bytes of shared memory exceed the address space",
+                       world_size, arena_bytes);
+        return PL_ENOMEM;
+    }
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const size_t n = (size_t)world_size;
     const size_t header_bytes =

@@ -141,7 +141,7 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS,
      "attach_torch(**callables)\n--\n\nPass what the extension needs of torch."},
     {"measure", pli_measure, METH_VARARGS,
-     "measure(params, buffers, bucket_bytes, last_bytes, sparse=(), device=None, "
+     "measure(params, buffers, bucket_bytes, last_bytes, sparse=[], device=None, "
      "world_size=0, /)\n"
      "--\n\nReturn (arena_bytes, n_ops, words_bytes) that a Reducer of these needs of "
      "its World; words_bytes of the arena are host memory."},

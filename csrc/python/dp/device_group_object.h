@@ -48,9 +48,13 @@ int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
                          PyObject *tensor, size_t n_bytes, pli_tensor *out);
 
 /* Such a tensor that fits at an offset, in bytes, into a block of n_bytes. */
+typedef struct block_part {
+    pli_tensor tensor;
+    size_t offset;
+} block_part;
 int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
-                        PyObject *tensor, PyObject *number, size_t n_bytes,
-                        pli_tensor *out, size_t *offset);
+                        PyObject *tensor, PyObject *offset, size_t n_bytes,
+                        block_part *out);
 
 /* A list with a tensor of each member, or None. */
 int pli_group_read_rooms(const device_group_object *self, PyObject *items,

@@ -35,7 +35,8 @@ int pli_group_check_member(const device_group_object *self, Py_ssize_t member)
 {
     if (member >= 0 && member < n_members(self))
         return 0;
-    return pli_error(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
+    PyErr_Format(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
+    return -1;
 }
 
 int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
@@ -63,13 +64,15 @@ int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
 }
 
 int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
-                        PyObject *tensor, PyObject *number, size_t n_bytes,
-                        pli_tensor *out, size_t *offset)
+                        PyObject *tensor, PyObject *offset, size_t n_bytes,
+                        block_part *out)
 {
-    *offset = PyLong_AsSize_t(number);
-    if (PyErr_Occurred() || pli_group_read_block(self, member, tensor, out) != 0)
+    out->offset = PyLong_AsSize_t(offset);
+    if (PyErr_Occurred() ||
+        pli_group_read_block(self, member, tensor, &out->tensor) != 0)
         return -1;
-    if (*offset <= n_bytes && pli_layout_bytes(&out->layout) <= n_bytes - *offset)
+    if (out->offset <= n_bytes &&
+        pli_layout_bytes(&out->tensor.layout) <= n_bytes - out->offset)
         return 0;
     return pli_error(PyExc_ValueError, "a tensor reaches beyond its block");
 }
@@ -195,15 +198,13 @@ static PyObject *group_copy(PyObject *object, PyObject *args)
 static int read_moves(const device_group_object *self, PyObject *sources,
                       PyObject *offsets, size_t n_bytes, pl_move *out)
 {
-    pli_tensor from;
-    size_t offset;
+    block_part from;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sources); i++) {
         if (pli_group_read_part(self, 0, PyList_GET_ITEM(sources, i),
-                                PyList_GET_ITEM(offsets, i), n_bytes, &from,
-                                &offset) != 0)
+                                PyList_GET_ITEM(offsets, i), n_bytes, &from) != 0)
             return -1;
-        out[i] =
-            pli_group_move_of((void *)(uintptr_t)offset, &from); /* NOLINT: an offset */
+        void *to = (void *)(uintptr_t)from.offset; /* NOLINT: an offset */
+        out[i] = pli_group_move_of(to, &from.tensor);
     }
     return 0;
 }

@@ -144,7 +144,7 @@ static int read_slots(gradient_sum_object *self, Py_ssize_t member, PyObject *te
 {
     const module_state *state = state_of((PyObject *)self);
     const size_t n = (size_t)PyList_GET_SIZE(tensors);
-    pli_tensor found;
+    block_part found;
     if (pli_group_check_lists(tensors, offsets) != 0 ||
         pli_check(state,
                   pli_calloc(n + 1, sizeof *self->slots, "gradients", &self->slots)))
@@ -153,10 +153,12 @@ static int read_slots(gradient_sum_object *self, Py_ssize_t member, PyObject *te
     for (Py_ssize_t i = 0; i < (Py_ssize_t)n; i++) {
         slot *const place = &self->slots[i];
         if (pli_group_read_part(self->group, member, PyList_GET_ITEM(tensors, i),
-                                PyList_GET_ITEM(offsets, i), self->n_bytes, &found,
-                                &place->offset) != 0 ||
-            pli_check(state, pli_layout_copy(&found.layout, &place->layout)) != 0)
+                                PyList_GET_ITEM(offsets, i), self->n_bytes,
+                                &found) != 0 ||
+            pli_check(state, pli_layout_copy(&found.tensor.layout, &place->layout)) !=
+                0)
             return -1;
+        place->offset = found.offset;
     }
     return 0;
 }
