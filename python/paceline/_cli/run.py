@@ -50,9 +50,10 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
     import torch
     from torch.distributed.run import get_args_parser
 
-    is_gpu, n = n == "gpu", str(torch.cuda.device_count() or n) if n == "gpu" else n
+    if n == "gpu":  # and remains so without a GPU
+        n = str(torch.cuda.device_count() or n)
     if not (n.isascii() and n.isdigit() and int(n) > 0):
-        words = "torch sees no GPU here (`paceline doctor` says why): " * is_gpu
+        words = "torch sees no GPU here (`paceline doctor` says why): " * (n == "gpu")
         raise UsageError(
             f"-n {n}: {words}give a number of ranks, or gpu for one per GPU"
         )

@@ -203,18 +203,16 @@ class StandIn(torch.Tensor):
         self.parameter._post_accumulate_grad_hooks = hooks
 
 
-def prepare(
-    module: torch.nn.Module, model: Model, precision: Precision | None
-) -> list[Any]:
+def prepare(model: Model, precision: Precision | None) -> list[Any]:
     """Cast the buffers; return the tensors that a reducer takes as parameters.
 
     Returns ``model.trainable`` itself if all gradients keep their dtype.
     """
     if precision is None:
         return model.trainable
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    for name, buffer in module.named_buffers():
-        if buffer.is_floating_point() and name not in ignored:
+    for _, owner, name in model.buffers:
+        buffer = owner[name]
+        if buffer.is_floating_point():
             buffer.data = buffer.to(dtype=precision.buffer_dtype)
     dtype = precision.reduce_dtype or precision.param_dtype
     stand_ins = [

@@ -176,8 +176,7 @@ class Session:
         self.model = model
         self.membership = Membership.ALONE if meeting.size == 1 else Membership.MET
         self.wrapper._show_model(model)
-        module, precision = self.wrapper.module, options.precision
-        reduced = mixed_precision.prepare(module, model, precision)
+        reduced = mixed_precision.prepare(model, options.precision)
         self.reduced, stands_in = reduced, reduced is not model.trainable
         uses_group = meeting.uses_group and gpu is None
         if meeting.size == 1 and not uses_group and not self.needs_reducer:

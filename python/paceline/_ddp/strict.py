@@ -10,9 +10,10 @@ owns them, calls them at its end.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,9 +80,7 @@ class DynamicGraph:
         self._wanted = bytes([not searches]) * len(parameters)
 
     def __call__(self) -> None:
-        self._counts = bytes(
-            map(operator.or_, self._counts, self._reducer.ready_counts)
-        )
+        self._counts = _combined(operator.or_, self._counts, self._reducer.ready_counts)
 
     def forward_ends(self, output: Any) -> None:
         """Search a forward's output for used parameters, with `searches`."""
@@ -93,7 +92,7 @@ class DynamicGraph:
         # them, whichever outputs have a gradient.
         passed = _mask_of_passed(output, self._parameters)
         self._reducer.unused = bytes(not is_shown for is_shown in shown)
-        self._wanted = bytes(map(operator.gt, shown, passed))
+        self._wanted = _combined(operator.gt, shown, passed)
 
     def refusal(self, names: Sequence[str], rank: int) -> str | None:
         """Return torch's message if parameters were left out, else None."""
@@ -128,7 +127,7 @@ class StaticGraph:
     def __call__(self) -> None:
         counts = self._reducer.ready_counts
         if self._first is None:
-            self._first = bytes(map(max, counts, self._passed))
+            self._first = _combined(max, counts, self._passed)
             return
         self._last = counts
         pairs = zip(self._first, counts, strict=True)
@@ -149,7 +148,7 @@ class StaticGraph:
         """Note parameters of the first step's outputs: torch passes all through."""
         if self._first is None:
             passed = _mask_of_passed(output, self._parameters)
-            self._passed = bytes(map(operator.or_, self._passed, passed))
+            self._passed = _combined(operator.or_, self._passed, passed)
 
     def refusal(self, names: Sequence[str], rank: int) -> str | None:
         """Return torch's message if the last step differs from the first, else None."""
@@ -161,6 +160,10 @@ class StaticGraph:
             return None
         advice = "Leave out static_graph, or strict"
         return _message(_CHANGED, names, rank, missing, advice)
+
+
+def _combined(of: Callable[[int, int], int], one: bytes, other: bytes) -> bytes:
+    return bytes(itertools.starmap(of, zip(one, other, strict=True)))
 
 
 def _mask_of_passed(output: Any, parameters: Sequence[torch.nn.Parameter]) -> bytes:

@@ -126,8 +126,9 @@ def _read(
     )
     add("--quick", action="store_true", help="short turns: do not quote the figures")
     options = parser.read(arguments)
-    names = quick if options.quick else known
-    names = names if options.models is None else options.models
+    names = options.models
+    if names is None:
+        names = quick if options.quick else known
     options.models = list(dict.fromkeys(names.split(",")))
     for name in options.models:
         if name not in models.BY_NAME:
