@@ -164,7 +164,10 @@ static void begin_record(pli_recorder *self, uint64_t step)
     atomic_store_explicit(&record->sequence, before | 1, memory_order_release);
     self->record = record;
     self->reducing_before_ns = 0;
-    for (size_t at = offsetof(pli_record, step); at < sizeof *record; at += sizeof step)
+    const int64_t n = get(&record->n_buckets);
+    const size_t n_used = (size_t)(n < PLI_RECORDER_BUCKETS ? n : PLI_RECORDER_BUCKETS);
+    const size_t end = offsetof(pli_record, buckets) + n_used * sizeof *record->buckets;
+    for (size_t at = offsetof(pli_record, step); at < end; at += sizeof step)
         put((_Atomic int64_t *)(void *)((char *)record + at), 0);
     put(&record->step, (int64_t)step);
     put(&record->awaited, PLI_RECORDER_NOBODY);
