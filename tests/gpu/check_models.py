@@ -12,6 +12,7 @@ import torch
 from checks import Skip, add, check, is_fake, rehearsed
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import _MixedPrecision
 from twins import Batch, Step, plain_step, play, scaled_steps
 from world import World
 
@@ -142,6 +143,18 @@ def with_half_hook(world: World, name: str) -> dict[str, Any]:
     return train(world, name, **wrappers)
 
 
+def in_fewer_bits(
+    world: World, name: str, sums: torch.dtype | None, **options: Any
+) -> dict[str, Any]:
+    """Compute in bfloat16 with copies of the parameters (`mixed_precision`)."""
+    options["mixed_precision"] = _MixedPrecision(torch.bfloat16, sums, torch.bfloat16)
+    wrappers = {
+        "wrap_theirs": partial(world.theirs, **options),
+        "wrap_ours": partial(world.ours, **options),
+    }
+    return train(world, name, **wrappers)
+
+
 def of_type(dtype: torch.dtype) -> dict[str, Any]:
     return {"change": lambda m: m.to(dtype), "give": lambda x: x.to(dtype)}
 
@@ -171,3 +184,14 @@ ROWS: dict[str, tuple[Callable[..., Any], str, dict[str, Any], tuple[int, ...]]]
 for _name, (_function, _model, _options, _worlds) in ROWS.items():
     _made = partial(_function, name=_model, **_options)
     add(globals(), _name, _made, worlds=_worlds, seconds=90)
+
+# torch's class needs events of a GPU for this.
+FEWER_BITS = {
+    "mixed_digits": ("digits", {"sums": torch.float32}),
+    "mixed_transformer": ("transformer", {"sums": torch.bfloat16}),
+    "mixed_resnet18": ("resnet18", {"sums": torch.float32}),
+    "mixed_views": ("digits", {"sums": None, "gradient_as_bucket_view": True}),
+}
+for _name, (_model, _options) in FEWER_BITS.items():
+    _made = partial(in_fewer_bits, name=_model, **_options)
+    add(globals(), _name, _made, worlds=TWO, needs_cuda=True, seconds=90)
