@@ -14,6 +14,7 @@
 
 #include "backward_end_type.h"
 #include "comm_hook.h"
+#include "core/clock.h"
 #include "forwards.h"
 #include "gpu_step.h"
 #include "grads.h"
@@ -176,6 +177,8 @@ static int finish_inline(reducer_object *self)
 
 static int on_gradient(reducer_object *self, size_t i)
 {
+    if (self->options.notes_arrivals)
+        self->slots[i].arrived_ns = pli_now_ns();
     const int is_in_step = enter_step(self, i, NO_CONTEXT);
     if (is_in_step <= 0)
         return is_in_step;

@@ -44,6 +44,7 @@ typedef struct grad_slot {
     unsigned n_sparse_dims; /* of the last gradient read; 0: dense */
     uint64_t answered;      /* forwards.n when a step last took its gradient */
     char is_unused;         /* the last outputs do not depend on it; for is_strict */
+    int64_t arrived_ns;     /* its last gradient; with notes_arrivals */
     /* of the step under way */
     grad_mode mode;
     char is_deferred;   /* taken at the end: a user's hook ran after ours */
@@ -129,6 +130,7 @@ typedef struct reducer_options {
     char is_strict;        /* as torch, raises at a second gradient in one backward */
     char follows_forwards; /* a backward without a forward of the wrapper is local */
     char ends_with_step;   /* after a step no parameter awaits a gradient */
+    char notes_arrivals;   /* for the log of steps */
 } reducer_options;
 
 typedef struct reducer_sync {

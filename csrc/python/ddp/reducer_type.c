@@ -359,6 +359,20 @@ static PyObject *reducer_get_ready_counts(PyObject *object, void *closure)
     return bytes;
 }
 
+static PyObject *reducer_note_arrivals(PyObject *object, PyObject *is_on)
+{
+    PLI_ENTER(object);
+    reducer_object *self = reducer_of(object);
+    PyObject *times = PyList_New((Py_ssize_t)self->n_slots);
+    for (size_t i = 0; times != NULL && i < self->n_slots; i++) {
+        pli_list_put(&times, (Py_ssize_t)i,
+                     PyLong_FromLongLong(self->slots[i].arrived_ns));
+        self->slots[i].arrived_ns = 0;
+    }
+    self->options.notes_arrivals = (char)(is_on == Py_True);
+    return times;
+}
+
 static PyMethodDef reducer_methods[] = {
     {"forward_begins", reducer_forward_begins, METH_NOARGS,
      "forward_begins($self, /)\n--\n\nTake over buffers, and leave a failed step "
@@ -384,6 +398,10 @@ static PyMethodDef reducer_methods[] = {
      "arrive_in_context($self, index, task, /)\n--\n\nIn backward number "
      "task, a parameter got a gradient in a context of torch.distributed.autograd, "
      "not as its `grad`."},
+    {"note_arrivals", reducer_note_arrivals, METH_O,
+     "note_arrivals($self, is_on, /)\n--\n\nReturn when each parameter got its last "
+     "gradient since the call before, in nanoseconds of the monotonic clock, or 0; note "
+     "the times from now on, or stop."},
     {"detach", reducer_detach, METH_NOARGS,
      "detach($self, /)\n--\n\nRemove the hooks from the parameters: another reducer "
      "has them from now on, also for outputs of earlier forwards."},

@@ -27,7 +27,8 @@ static inline gradient_sum_object *sum_of(PyObject *object)
 
 /* ---- packing -------------------------------------------------------------------- */
 
-/* Reads a gradient into *out; returns 1 if it is not laid out like its slot. */
+/* Reads a gradient into *out; returns 1 if it is not laid out like its slot, or has no
+ * memory of its own (sparse, or a batch under vmap). */
 static int read_grad(const gradient_sum_object *self, dl_device place, PyObject *grad,
                      const slot *to, char *block, pl_move *out)
 {
@@ -38,8 +39,12 @@ static int read_grad(const gradient_sum_object *self, dl_device place, PyObject 
     if (grad == Py_None)
         return 0;
     if (pli_tensor_read_on(state_of((PyObject *)self), place, grad, "a gradient",
-                           &found) != 0)
-        return -1;
+                           &found) != 0) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError))
+            return -1;
+        PyErr_Clear();
+        return 1;
+    }
     out->from = found.data;
     return found.layout.is_lazy || !pli_layout_equal(&found.layout, to->layout);
 }
@@ -200,8 +205,8 @@ static PyMethodDef sum_methods[] = {
     {"pack", sum_pack, METH_VARARGS,
      "pack($self, stream, member, gradients, block, /)\n--\n\n"
      "Copy a member's gradients into a block on its compute stream, zeros for None. "
-     "Return the numbers of gradients that are not laid out like the tensors; if there "
-     "are any, copy nothing."},
+     "Return the numbers of gradients that are not laid out like the tensors, or not in "
+     "plain memory; if there are any, copy nothing."},
     {"begin", sum_begin, METH_VARARGS,
      "begin($self, rooms, to, /)\n--\n\n"
      "Add up the gradients packed since the last sum into a tensor of member 0; rooms "

@@ -1,8 +1,8 @@
 """Times and orders of sampled steps, for ``_get_ddp_logging_data()``.
 
 The first ten steps are sampled, then every hundredth, as in torch.  In a sampled step
-each parameter's accumulation node has a hook that notes when its gradient arrives; in
-other steps nothing is measured.
+the reducer notes when each gradient arrives; without a reducer, hooks on the nodes that
+accumulate them do.  In other steps nothing is measured.
 """
 
 from __future__ import annotations
@@ -157,6 +157,11 @@ class StepLog:
         callbacks: StepCallbacks,
     ) -> None:
         sample = self._sample = Sample(self.iteration, time.time_ns())
+        if reducer is not None:
+            self._buckets = reducer.buckets
+            reducer.note_arrivals(True)
+            callbacks.once(reducer, functools.partial(self._ends, sample, reducer))
+            return
         for i, parameter in enumerate(parameters):
             if not parameter.requires_grad:
                 continue
@@ -164,14 +169,14 @@ class StepLog:
             if node is not None:
                 handle = node.register_hook(functools.partial(sample.arrives, i))
                 self._hooked.append((node, handle))  # the parameter does not keep it
-        if reducer is not None:
-            self._buckets = reducer.buckets
-            callbacks.once(reducer, functools.partial(self._ends, sample))
 
-    def _ends(self, sample: Sample) -> None:
+    def _ends(self, sample: Sample, reducer: _native.Reducer) -> None:
+        end, ahead = time.time_ns(), time.time_ns() - time.monotonic_ns()
+        times = reducer.note_arrivals(False)
         if self._sample is sample:
-            sample.end = time.time_ns()
-            self._remove_hooks()
+            came = sorted((at, i) for i, at in enumerate(times) if at > 0)
+            sample.arrivals = [(i, at + ahead) for at, i in came]
+            sample.end = end
 
     def _remove_hooks(self) -> None:
         for _, handle in self._hooked:

@@ -34,7 +34,7 @@ class _Row(NamedTuple):
     """One member's gradients of a segment.
 
     `packed` tells which tensors have a gradient in the block.  `aside` holds those that
-    do not fit a block: sparse ones, or all if they have a graph or belong to vmap.
+    do not fit a block: sparse ones, batches under vmap, or all if they have a graph.
     """
 
     block: torch.Tensor | None
@@ -116,16 +116,13 @@ class Gradients:
     def take(self, i: int, member: int, grads: Sequence[Any]) -> None:
         """Pack a member's gradients, some of them None; the last starts the sum."""
         self.inner.see()
-        arrival = self._arrival(i)
-        is_plain = not (
-            torch.is_grad_enabled()
-            or any(torch_graph.is_batched(grad) for grad in grads if grad is not None)
-        )
-        dense = [_dense(grad) if is_plain else None for grad in grads]
-        pairs = enumerate(zip(grads, dense, strict=True))
-        aside = {j: g for j, (g, d) in pairs if g is not None and d is None}
+        arrival, dense = self._arrival(i), list(grads)
+        if torch.is_grad_enabled():  # gradients have graphs
+            block, dense = None, [None] * len(grads)
+            aside = {j: g for j, g in enumerate(grads) if g is not None}
+        else:
+            block, aside = self._pack(arrival, member, dense)
         packed = [grad is not None for grad in dense]
-        block = self._pack(arrival, member, dense) if is_plain else None
         with self._lock:
             arrival.rows[member] = _Row(block, packed, aside)
             rows = list(arrival.rows.values())
@@ -167,18 +164,25 @@ class Gradients:
 
     def _pack(
         self, arrival: Arrival, member: int, grads: list[torch.Tensor | None]
-    ) -> torch.Tensor:
-        """Return one block of a member's gradients."""
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Return one block of a member's gradients, and those that no block can hold.
+
+        Removes the latter from `grads`.
+        """
         segment, device = arrival.segment, self.group.devices[member]
         block = torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
         arguments = self.streams.numbers[member], member
+        aside = {}
         others = arrival.sum.pack(*arguments, grads, block)
+        for i in others:
+            grad: Any = grads[i]
+            if grad.layout is not torch.strided or torch_graph.is_batched(grad):
+                aside[i], grads[i] = grad, None
+            else:
+                grads[i] = torch.empty_like(segment.slots[member][i]).copy_(grad)
         if others:
-            for i in others:
-                place = torch.empty_like(segment.slots[member][i])
-                grads[i] = place.copy_(grads[i])  # type: ignore[arg-type]
             arrival.sum.pack(*arguments, grads, block)
-        return block
+        return block, aside
 
     # ---- all members' ---------------------------------------------------------------
 
@@ -238,13 +242,6 @@ def _will_run(node: weakref.ref[Any]) -> bool:
     """Tell whether the current backward will reach a node, if it still exists."""
     found = node()
     return found is not None and torch_graph.will_run(found)
-
-
-def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient that is plain memory; None for a sparse one."""
-    if grad is None or grad.layout is not torch.strided:
-        return None
-    return grad.resolve_conj().resolve_neg()
 
 
 def _added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
