@@ -120,7 +120,7 @@ class TensorBoard(_Callback):
         The wrapper, of Paceline or torch; without one, communication is not written.
     every : int, default 50
         Steps from one entry to the next.  The first step's entry has only your scalars.
-        The model also measures every such step, with a callback for each parameter.
+        The model also measures every such step.
 
     Raises
     ------

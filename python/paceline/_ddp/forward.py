@@ -23,8 +23,6 @@ def begin(
 
     With ``has_buffers`` the module takes over rank 0's buffers.
     """
-    if session.log.is_measuring and not torch_core.is_in_backward():
-        session.log.drop_failed()
     if not torch.is_grad_enabled():
         is_to_apply = has_buffers and wrapper.require_forward_param_sync
         if session.reducer is not None and is_to_apply:
@@ -92,7 +90,7 @@ def end(
             forward_pass.forward_ends(output, wrapper.training)
             if session.strict_check is not None and is_synchronised:
                 session.strict_check.forward_ends(output)
-        if is_synchronised and session.log.is_measuring:
+        if is_synchronised:
             session.log.forward_ends()
     # Bypass torch's setter, which takes a microsecond.
     attributes["require_forward_param_sync"] = is_synchronised

@@ -151,7 +151,7 @@ class Session:
 
     def enter_join(self, state: JoinState) -> None:
         """Enter a join context."""
-        self.log.record_join()
+        self.log.entries["join_uneven_inputs"] = 1
         self.set_join(state)
 
     # ---- construction -------------------------------------------------------------

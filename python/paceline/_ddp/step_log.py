@@ -7,10 +7,10 @@ accumulate them do.  In other steps nothing is measured.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,14 +86,10 @@ class StepLog:
         self.last: Sample | None = None  # the last sample recorded
         self._sample: Sample | None = None
         self._buckets: list[list[int]] = []
-        self._hooked: list[tuple[Any, Any]] = []  # nodes and their hooks' handles
+        self._handles: list[Any] = []  # of hooks
+        self._nodes: list[Any] = []  # with hooks, until the graph keeps those it uses
         self._first_counts: bytes | None = None
         self._n_recorded = 0
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether the last synchronised step is a sampled one."""
-        return self._sample is not None
 
     def compare(self, reducer: _native.Reducer | None) -> None:
         """Record the last step's gradient counts: torch's test of a static graph."""
@@ -109,10 +105,6 @@ class StepLog:
     def note_error(self, message: str) -> None:
         """Note an error: ``has_error``, ``error`` and ``iteration`` in the data."""
         self.entries |= {"has_error": 1, "error": message, "iteration": self.iteration}
-
-    def record_join(self) -> None:
-        """Note that a join context was entered."""
-        self.entries["join_uneven_inputs"] = 1
 
     @property
     def n_buckets_used(self) -> int:
@@ -139,16 +131,11 @@ class StepLog:
         ) and not torch_core.is_autograd_compiled():
             self._measure(parameters, reducer, callbacks)
 
-    def drop_failed(self) -> None:
-        """Release the nodes of a step whose backward began and never ended."""
-        sample = self._sample
-        if sample is not None and sample.arrivals and sample.end == 0:
-            self._remove_hooks()
-
     def forward_ends(self) -> None:
         """Note the time, in a measured step."""
         if self._sample is not None:
             self._sample.forward_end = time.time_ns()
+            self._nodes = []
 
     def _measure(
         self,
@@ -160,15 +147,15 @@ class StepLog:
         if reducer is not None:
             self._buckets = reducer.buckets
             reducer.note_arrivals(True)
-            callbacks.once(reducer, functools.partial(self._ends, sample, reducer))
+            callbacks.once(reducer, partial(self._ends, sample, reducer))
             return
         for i, parameter in enumerate(parameters):
             if not parameter.requires_grad:
                 continue
             node = torch_core.accumulation_node(parameter)
             if node is not None:
-                handle = node.register_hook(functools.partial(sample.arrives, i))
-                self._hooked.append((node, handle))  # the parameter does not keep it
+                self._nodes.append(node)
+                self._handles.append(node.register_hook(partial(sample.arrives, i)))
 
     def _ends(self, sample: Sample, reducer: _native.Reducer) -> None:
         end, ahead = time.time_ns(), time.time_ns() - time.monotonic_ns()
@@ -178,18 +165,15 @@ class StepLog:
             sample.arrivals = [(i, at + ahead) for at, i in came]
             sample.end = end
 
-    def _remove_hooks(self) -> None:
-        for _, handle in self._hooked:
-            handle.remove()
-        self._hooked = []
-
     def _record(
         self,
         sample: Sample,
         parameters: Sequence[torch.nn.Parameter],
         reducer: _native.Reducer | None,
     ) -> None:
-        self._remove_hooks()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         is_complete = reducer is None or sample.end > 0  # otherwise not synchronised
         if not sample.arrivals or sample.forward_end == 0 or not is_complete:
             return
@@ -232,4 +216,4 @@ def join_numbers(numbers: Iterable[int]) -> str:
 
 
 # These run in backwards, which torch.compile may trace.
-torch_core.skip_frames(Sample.arrives, StepLog._ends, StepLog._remove_hooks)
+torch_core.skip_frames(Sample.arrives, StepLog._ends)

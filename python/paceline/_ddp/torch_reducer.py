@@ -213,7 +213,7 @@ class LoggerFacade(_Facade):
 
     def _set_uneven_input_join(self) -> None:
         """Note that a join context was entered."""
-        self._session.log.record_join()
+        self._session.log.entries["join_uneven_inputs"] = 1
 
     _set_static_graph = _do_nothing  # the wrapper's attribute holds it
     set_construction_data_and_log = _do_nothing  # taken from the wrapper

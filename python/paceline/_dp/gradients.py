@@ -165,10 +165,7 @@ class Gradients:
     def _pack(
         self, arrival: Arrival, member: int, grads: list[torch.Tensor | None]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Return one block of a member's gradients, and those that no block can hold.
-
-        Removes the latter from `grads`.
-        """
+        """Return a block of gradients; move those that do not fit out of `grads`."""
         segment, device = arrival.segment, self.group.devices[member]
         block = torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
         arguments = self.streams.numbers[member], member
