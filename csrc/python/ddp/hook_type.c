@@ -177,11 +177,11 @@ static int finish_inline(reducer_object *self)
 
 static int on_gradient(reducer_object *self, size_t i)
 {
-    if (self->options.notes_arrivals)
-        self->slots[i].arrived_ns = pli_now_ns();
     const int is_in_step = enter_step(self, i, NO_CONTEXT);
     if (is_in_step <= 0)
         return is_in_step;
+    if (self->options.notes_arrivals)
+        self->slots[i].arrived_ns = pli_now_ns();
     const int takes_it = is_final(self, i);
     if (takes_it <= 0)
         return takes_it;

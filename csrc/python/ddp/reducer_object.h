@@ -44,7 +44,7 @@ typedef struct grad_slot {
     unsigned n_sparse_dims; /* of the last gradient read; 0: dense */
     uint64_t answered;      /* forwards.n when a step last took its gradient */
     char is_unused;         /* the last outputs do not depend on it; for is_strict */
-    int64_t arrived_ns;     /* its last gradient; with notes_arrivals */
+    int64_t arrived_ns;     /* its last gradient in a step; with notes_arrivals */
     /* of the step under way */
     grad_mode mode;
     char is_deferred;   /* taken at the end: a user's hook ran after ours */

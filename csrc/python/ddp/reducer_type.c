@@ -399,9 +399,9 @@ static PyMethodDef reducer_methods[] = {
      "task, a parameter got a gradient in a context of torch.distributed.autograd, "
      "not as its `grad`."},
     {"note_arrivals", reducer_note_arrivals, METH_O,
-     "note_arrivals($self, is_on, /)\n--\n\nReturn when each parameter got its last "
-     "gradient since the call before, in nanoseconds of the monotonic clock, or 0; note "
-     "the times from now on, or stop."},
+     "note_arrivals($self, is_on, /)\n--\n\nReturn when a step last took each "
+     "parameter's gradient since the call before, in nanoseconds of the monotonic "
+     "clock, or 0; note the times from now on, or stop."},
     {"detach", reducer_detach, METH_NOARGS,
      "detach($self, /)\n--\n\nRemove the hooks from the parameters: another reducer "
      "has them from now on, also for outputs of earlier forwards."},

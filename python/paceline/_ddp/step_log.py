@@ -147,7 +147,7 @@ class StepLog:
         if reducer is not None:
             self._buckets = reducer.buckets
             reducer.note_arrivals(True)
-            callbacks.once(reducer, partial(self._ends, sample, reducer))
+            callbacks.once(reducer, partial(self._ends, sample))
             return
         for i, parameter in enumerate(parameters):
             if not parameter.requires_grad:
@@ -157,13 +157,9 @@ class StepLog:
                 self._nodes.append(node)
                 self._handles.append(node.register_hook(partial(sample.arrives, i)))
 
-    def _ends(self, sample: Sample, reducer: _native.Reducer) -> None:
-        end, ahead = time.time_ns(), time.time_ns() - time.monotonic_ns()
-        times = reducer.note_arrivals(False)
+    def _ends(self, sample: Sample) -> None:
         if self._sample is sample:
-            came = sorted((at, i) for i, at in enumerate(times) if at > 0)
-            sample.arrivals = [(i, at + ahead) for at, i in came]
-            sample.end = end
+            sample.end = time.time_ns()
 
     def _record(
         self,
@@ -174,6 +170,11 @@ class StepLog:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if reducer is not None:
+            ahead = time.time_ns() - time.monotonic_ns()
+            noted = enumerate(reducer.note_arrivals(False))
+            in_order = sorted((at + ahead, i) for i, at in noted if at > 0)
+            sample.arrivals = [(i, at) for at, i in in_order]
         is_complete = reducer is None or sample.end > 0  # otherwise not synchronised
         if not sample.arrivals or sample.forward_end == 0 or not is_complete:
             return

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import time
+import weakref
 
 import paceline
 import pytest
@@ -88,6 +89,19 @@ def test_a_dropped_wrapper_that_is_garbage_on_one_rank_disturbs_no_other(ranks, 
         anew = wrap(module)
         for step in range(1, 4):
             yield step_of(anew, data(ranks, step))
+    finally:
+        gc.enable()
+
+
+@on_ranks()
+def test_a_wrapper_dropped_in_a_measured_step_is_freed_without_the_collector(ranks):
+    model = ranks.wrap(net())
+    gone = weakref.ref(model._session.reducer)
+    model(data(ranks, 0))  # no backward
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
     finally:
         gc.enable()
 
