@@ -45,12 +45,7 @@ def show(name, parallel, in_turn):
 
 def control(name, one, other):
     """Time plain threads: the other call runs on a thread that waits for it."""
-    go, done, parallel, in_turn = *[threading.Semaphore(0) for _ in "12"], [], []
-
-    def both():
-        go.release()
-        one()
-        done.acquire()
+    go, done = threading.Semaphore(0), threading.Semaphore(0)
 
     def serve():
         for _ in range(N_ROUNDS):
@@ -58,29 +53,35 @@ def control(name, one, other):
             other()
             done.release()
 
+    def both():
+        go.release()
+        one()
+        done.acquire()
+
     thread = threading.Thread(target=serve)
     thread.start()
-    for _ in range(N_ROUNDS):
-        parallel.append(seconds(both))
-        in_turn.append(seconds(lambda: (one(), other())))
+    rounds = range(N_ROUNDS)
+    times = [(seconds(both), seconds(lambda: (one(), other()))) for _ in rounds]
     thread.join()
-    show(name, parallel, in_turn)
+    show(name, *zip(*times, strict=True))
 
 
 def replicas():
-    found = {True: [], False: []}
+    parallel, in_turn = [], []
 
     def run(self, parts, copies, tasks, arguments):
-        is_parallel = len(found[True]) == len(found[False])
         outputs = []
 
-        def call():
-            if is_parallel:
-                outputs.extend(self._run_side_by_side(tasks)[0])
-            else:
-                outputs.extend(task.run_and_take() for task in tasks)
+        def together():
+            outputs[:] = self._run_side_by_side(tasks)[0]
 
-        found[is_parallel].append(seconds(call))
+        def alone():
+            outputs[:] = [task.run_and_take() for task in tasks]
+
+        if len(parallel) == len(in_turn):
+            parallel.append(seconds(together))
+        else:
+            in_turn.append(seconds(alone))
         return outputs
 
     with fake_gpus.several(2):
@@ -91,7 +92,7 @@ def replicas():
         for _ in range(2 * N_ROUNDS):
             model(x)
         del model
-    show("two replicas", found[True], found[False])
+    show("two replicas", parallel, in_turn)
 
 
 if __name__ == "__main__":
@@ -100,5 +101,4 @@ if __name__ == "__main__":
     one, other, x = transformer(), transformer(), torch.randn(4, 4, 16)
     control("control: loops of Python", loop, loop)
     control("control: two modules", lambda: one(x), lambda: other(x))
-    control("control: one module in both", lambda: one(x), lambda: one(x))
     replicas()

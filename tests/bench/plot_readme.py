@@ -8,7 +8,6 @@ with its interval over groups of processes.  This script measures nothing.
 
 from __future__ import annotations
 
-import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,13 +110,5 @@ def note_of(head: str) -> str:
     return f"{where}; bars: least and most of {groups[0]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, default=PICTURE)
-    args = parser.parse_args()
-    draw(*read(args.results.read_text(encoding="utf-8")), args.out)
-
-
 if __name__ == "__main__":
-    main()
+    draw(*read(RESULTS.read_text(encoding="utf-8")), PICTURE)

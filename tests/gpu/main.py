@@ -50,7 +50,6 @@ PARTS = [
     Part("pools", 150, "replicas and alone, torch allocates by cudaMallocAsync"),
     Part("sanitizer", 240, "compute-sanitizer: contexts, kernels, a step"),
     Part("shared", 240, "2 ranks on the one GPU as NCCL 2.30.3 and later allow it"),
-    Part("calls", 60, "the host's time for each call of the driver", False),
     Part("traces", 90, "a trace of a step of each wrapper, by torch.profiler"),
     Part("bench", 420, "timings against torch's DDP and DP and the plain module"),
     Part("memory", 240, "what gradients cost, against torch DDP"),
@@ -59,8 +58,8 @@ PARTS = [
 BY_NAME = {part.name: part for part in PARTS}
 ALL = [part.name for part in PARTS if part.name != "rehearsal"]
 GROUPS = {
-    "correct": ALL[ALL.index("kernels") : ALL.index("calls")],
-    "speed": ALL[ALL.index("calls") :],
+    "correct": ALL[ALL.index("kernels") : ALL.index("traces")],
+    "speed": ALL[ALL.index("traces") :],
     "all": ALL,
 }
 CALLS = ("first", "correct", "speed")  # each one a call of at most 9.5 minutes

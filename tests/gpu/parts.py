@@ -42,7 +42,7 @@ def run(name: str, seconds: float) -> bool:
     if name in ON_RANKS:
         modules, sizes = ON_RANKS[name]
         return session.run_on_ranks(checks_in(modules), sizes, until)
-    if name in ("build", "kernels", "contexts", "sanitizer", "calls"):
+    if name in ("build", "kernels", "contexts", "sanitizer"):
         good: bool = importlib.import_module(f"part_{name}").run(seconds)
         return good
     others = {
