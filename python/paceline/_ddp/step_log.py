@@ -150,8 +150,6 @@ class StepLog:
             callbacks.once(reducer, partial(self._ends, sample))
             return
         for i, parameter in enumerate(parameters):
-            if not parameter.requires_grad:
-                continue
             node = torch_core.accumulation_node(parameter)
             if node is not None:
                 self._nodes.append(node)
