@@ -40,8 +40,8 @@ class Sample:
 
     @property
     def order(self) -> list[int]:
-        """The parameters in the order in which their gradients arrived."""
-        return list(dict.fromkeys(i for i, _ in self.arrivals))
+        """The parameters in the order in which their last gradients arrived."""
+        return sorted(dict(self.arrivals), key=dict(self.arrivals).__getitem__)
 
     def times(self, buckets: Sequence[Sequence[int]]) -> dict[str, int]:
         """Return torch's entries; communication begins with the first full bucket."""

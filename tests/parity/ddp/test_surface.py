@@ -14,6 +14,7 @@ from cases import (
     has_argument,
     net,
     on_gpus_too,
+    on_ranks,
     step_of,
 )
 from surface_cases import Counting, X
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
+from torch.utils.checkpoint import checkpoint
 
 # ---- forward and its surroundings --------------------------------------------------
 
@@ -242,6 +244,25 @@ def test_times_of_a_step_are_in_their_order(ranks):
     assert min(stats) > 0
     model.module.requires_grad_(False)
     assert model.reducer.get_backward_stats() == stats
+
+
+@on_ranks(group=["all ranks", "each rank alone"])
+def test_the_last_of_several_gradients_gives_a_parameter_its_place(ranks, group):
+    class Twice(nn.Linear):
+        def forward(self, x):
+            forward = super().forward
+            return checkpoint(forward, self.then(forward(x)), use_reentrant=True)
+
+    if group == "each rank alone":
+        ranks.group = ranks.alone()
+    module = Twice(4, 4)
+    module.then = nn.Linear(4, 4)
+    model, x = ranks.wrap(module, static_graph=True), torch.ones(2, 4)
+    for _ in range(3):
+        model(x).sum().backward()
+    model(x)
+    order = model._get_ddp_logging_data()["prev_iteration_grad_ready_order_indices"]
+    assert order == "3, 2, 1, 0"
 
 
 @as_torch()
