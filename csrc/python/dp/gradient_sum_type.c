@@ -205,8 +205,8 @@ static PyMethodDef sum_methods[] = {
     {"pack", sum_pack, METH_VARARGS,
      "pack($self, stream, member, gradients, block, /)\n--\n\n"
      "Copy a member's gradients into a block on its compute stream, zeros for None. "
-     "Return the numbers of gradients that are not laid out like the tensors, or not in "
-     "plain memory; if there are any, copy nothing."},
+     "Return the numbers of gradients of another layout, or without plain memory; if "
+     "there are any, copy nothing."},
     {"begin", sum_begin, METH_VARARGS,
      "begin($self, rooms, to, /)\n--\n\n"
      "Add up the gradients packed since the last sum into a tensor of member 0; rooms "
