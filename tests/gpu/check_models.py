@@ -205,6 +205,7 @@ LAST = {
     "give": lambda x: x.contiguous(memory_format=torch.channels_last),
 }
 AUTOCAST = {"make_step": autocast_step}
+VIEWS = {"sums": None, "gradient_as_bucket_view": True}
 SMALL, TWO = (1, 2, 3), (1, 2)
 ROWS: dict[str, tuple[Callable[..., Any], str, dict[str, Any], tuple[int, ...]]] = {
     "model_digits": (train, "digits", {}, SMALL),
@@ -221,17 +222,11 @@ ROWS: dict[str, tuple[Callable[..., Any], str, dict[str, Any], tuple[int, ...]]]
     "model_with_options": (with_options, "transformer", {}, TWO),
     "fused_adam": (train, "transformer", {"make_optimizer": make_fused_adam}, TWO),
     "half_hook": (with_half_hook, "digits", {}, TWO),
+    "mixed_digits": (in_fewer_bits, "digits", {"sums": torch.float32}, TWO),
+    "mixed_transformer": (in_fewer_bits, "transformer", {"sums": torch.bfloat16}, TWO),
+    "mixed_resnet18": (in_fewer_bits, "resnet18", {"sums": torch.float32}, TWO),
+    "mixed_views": (in_fewer_bits, "digits", VIEWS, TWO),
 }
 for _name, (_function, _model, _options, _worlds) in ROWS.items():
     _made = partial(_function, name=_model, **_options)
     add(globals(), _name, _made, worlds=_worlds, seconds=90)
-
-FEWER_BITS = {
-    "mixed_digits": ("digits", {"sums": torch.float32}),
-    "mixed_transformer": ("transformer", {"sums": torch.bfloat16}),
-    "mixed_resnet18": ("resnet18", {"sums": torch.float32}),
-    "mixed_views": ("digits", {"sums": None, "gradient_as_bucket_view": True}),
-}
-for _name, (_model, _options) in FEWER_BITS.items():
-    _made = partial(in_fewer_bits, name=_model, **_options)
-    add(globals(), _name, _made, worlds=TWO, seconds=90)
