@@ -30,6 +30,11 @@ int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *obj
 int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *object,
                         const char *what, pli_tensor *out);
 
+/* The same, but does not ask torch whether the tensor is lazily conjugated or negated,
+ * which takes twice as long as the rest. */
+int pli_tensor_read_raw(const module_state *state, dl_device place, PyObject *object,
+                        const char *what, pli_tensor *out);
+
 /* The device of a strided tensor. */
 int pli_tensor_place(const module_state *state, PyObject *object, const char *what,
                      dl_device *out);

@@ -10,15 +10,15 @@
 static int bind_new(reducer_object *self, size_t i);
 
 /* Writes the reduced gradient to the user's gradient.  A lazy one is replaced instead,
- * as torch does with gradient_as_bucket_view. */
-static int copy_back(reducer_object *self, size_t i, PyObject *grad)
+ * as torch does with gradient_as_bucket_view.  is_plain: it is known not to be lazy. */
+static int copy_back(reducer_object *self, size_t i, PyObject *grad, int is_plain)
 {
     const module_state *state = state_of_reducer(self);
     const grad_slot *slot = &self->slots[i];
     void *memory = pli_slot_memory(self, i);
     pli_tensor tensor;
-    if (pli_tensor_read_any(state, self->device.place, grad, "a parameter's gradient",
-                            &tensor) != 0)
+    if ((is_plain ? pli_tensor_read_raw : pli_tensor_read_any)(
+            state, self->device.place, grad, "a parameter's gradient", &tensor) != 0)
         return -1;
     if (tensor.layout.is_lazy && !self->options.keeps_grads)
         return bind_new(self, i);
@@ -54,7 +54,7 @@ static int bind_new(reducer_object *self, size_t i)
         grad = pli_tensor_view(state, &view, slot->layout);
     } else {
         grad = pli_grads_make_empty(self, i);
-        if (grad != NULL && copy_back(self, i, grad) != 0)
+        if (grad != NULL && copy_back(self, i, grad, 1) != 0)
             Py_CLEAR(grad);
     }
     const int status = grad != NULL ? pli_set_grad(self, i, grad) : -1;
@@ -75,7 +75,7 @@ static int copy_to_current(reducer_object *self, size_t i)
         return bind_new(self, i);
     }
     Py_XSETREF(slot->target, grad);
-    return copy_back(self, i, grad);
+    return copy_back(self, i, grad, 0);
 }
 
 static int bind_used(reducer_object *self, size_t i)
@@ -92,7 +92,7 @@ static int bind_used(reducer_object *self, size_t i)
         if (self->options.binds_new)
             break;
         return self->has_user_hooks ? copy_to_current(self, i)
-                                    : copy_back(self, i, slot->target);
+                                    : copy_back(self, i, slot->target, slot->is_plain);
     case GRAD_VIEW:
         if (slot->target == NULL)
             break;
@@ -102,7 +102,7 @@ static int bind_used(reducer_object *self, size_t i)
         if (!pli_slot_is_seen_by(self, i, &tensor)) {
             if (!slot->had_grad) /* a view; its window was retired meanwhile */
                 break;
-            if (copy_back(self, i, slot->target) != 0)
+            if (copy_back(self, i, slot->target, 0) != 0)
                 return -1;
         }
         return pli_set_grad(self, i, slot->target);

@@ -214,12 +214,14 @@ static int mark_ready_by_copy(reducer_object *self, size_t i, PyObject *grad,
      * is kept whole: keep its bucket back, so that no part is late. */
     if (slot->policy == POLICY_VIEW && slot->mode == GRAD_UNTOUCHED)
         pl_reducer_defer_bucket(self->reducer, i);
+    const char is_plain = dense == grad;
     int status = mark_ready(self, i, tensor->data, PL_REPLACE, &result);
     if (status == 0 && result == PL_DEFERRED)
         status = retain_until_copied(self, i, grad, dense);
     Py_DECREF(dense);
     if (status == 0) {
         Py_XSETREF(slot->target, Py_NewRef(grad));
+        slot->is_plain = is_plain;
         slot->mode = GRAD_COPY;
         set_sparse(self, i);
     }
@@ -364,8 +366,10 @@ int pli_grads_mark_unused(reducer_object *self, size_t i)
         slot->mode = GRAD_COPY;
         set_sparse(self, i);
     }
-    if (status == 0)
+    if (status == 0) {
         slot->target = Py_NewRef(grad);
+        slot->is_plain = dense == grad;
+    }
 done:
     Py_XDECREF(dense);
     Py_DECREF(grad);

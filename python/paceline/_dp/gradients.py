@@ -170,8 +170,6 @@ class Gradients:
         block = torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
         arguments = self.streams.numbers[member], member
         aside = {}
-        # Native code asks only some tensors for a lazy sign.
-        grads[:] = [g if g is None else g.resolve_neg() for g in grads]
         others = arrival.sum.pack(*arguments, grads, block)
         for i in others:
             grad: Any = grads[i]

@@ -220,6 +220,20 @@ def test_a_gradient_may_be_conjugated_by_its_owner(ranks, wrap):
     yield grads_of(model)
 
 
+@as_torch(view=[False, True])
+def test_gradients_of_one_rank_may_have_a_lazy_sign(ranks, wrap, view):
+    """Only a private function of torch gives a large gradient such a sign."""
+    terms = Terms(((), SMALL, LARGE), torch.float32)
+    for p in terms.parameters() if ranks.rank == 0 else ():
+        p.register_hook(lambda grad: torch._neg_view(-grad))
+    model = wrap(terms, gradient_as_bucket_view=view)
+    for step in range(4):
+        if step % 2 == 0:
+            model.zero_grad()
+        model(factors(ranks, model, step)).backward()
+        yield grads_of(model)
+
+
 def test_a_parameter_that_is_a_lazy_conjugate_starts_equal(ranks):
     skip_without_complex()
     model = Conjugated((3,))
