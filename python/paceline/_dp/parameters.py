@@ -82,12 +82,11 @@ class ModelCopies:
         self, parts: list[Module], n_replicas: int, streams: Streams, *, by_torch: bool
     ) -> tuple[list[torch.Tensor], list[int], list[list[torch.Tensor]]]:
         """Return the model's tensors and ids, and each further replica's copies."""
-        tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
         of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
-        moved = tensors
-        if by_torch:
-            pass
-        elif self._group.is_cpu:
+        if by_torch or self._group.is_cpu:
+            tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
+            moved = tensors
+        if self._group.is_cpu and not by_torch:
             # On the CPU, keeping blocks of memory gains nothing.
             together = list(filter(_is_alone_in_graph, tensors))
             moved = [t for t in tensors if not _is_alone_in_graph(t)]
@@ -95,7 +94,7 @@ class ModelCopies:
             for own in of_replicas if together else ():
                 made = _Copies.apply(self.inner_backwards, *together)  # type: ignore[no-untyped-call]
                 own += map(as_original, made, together)
-        else:
+        elif not by_torch:
             layout = self._layout_of(parts)
             tensors, ids, moved = layout.tensors, layout.ids, layout.others
             self._group.settle()  # left by a failed backward

@@ -112,6 +112,8 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     The copy of a parameter becomes a leaf if it has no graph.
     """
     kind = type(original)
+    if kind is torch.Tensor and not original.__dict__:
+        return copy
     if kind is Parameter or isinstance(original, Parameter):
         if copy.grad_fn is None:
             copy = Parameter(copy, original.requires_grad)

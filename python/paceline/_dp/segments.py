@@ -156,9 +156,9 @@ class Segment:
         return parts
 
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Return the places of the tensors in a block."""
+        """Return the places of the tensors in a block, which begins its storage."""
         return [
-            block.as_strided(*form, at // self.width + block.storage_offset())
+            block.as_strided(*form, at // self.width)
             for form, at in zip(self.forms, self.byte_offsets, strict=True)
         ]
 

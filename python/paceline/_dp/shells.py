@@ -185,13 +185,13 @@ class _Plan:
         if changed:
             self._gather(changed)
 
-    def leads_to_part(self) -> bool:
+    def leads_to_part(self, hooks: list[tuple[int, str, dict[Any, Any]]]) -> bool:
         """Tell whether anything but its parent refers to a part."""
         held = self.attributes.dicts
         return (
             self._leads_to_part
             or any(_leads_to_part(held[i][name]) for i, name in self.live)
-            or any(any(map(_leads_to_part, of.values())) for _, _, of in self.hooks())
+            or any(any(map(_leads_to_part, of.values())) for _, _, of in hooks)
         )
 
     def hooks(self) -> list[tuple[int, str, dict[Any, Any]]]:
@@ -354,13 +354,13 @@ class Shells:
             Moves tensors of attributes to the device, for each replica.
         """
         plan = self._look(parts)
-        if plan is None or plan.leads_to_part():
+        hooks = plan.hooks() if plan is not None else []
+        if plan is None or plan.leads_to_part(hooks):
             self._members = []
             return None
         plan.locate(tensors, by_place)
         while len(self._members) < len(flat):
             self._members.append(_Member(plan))
-        hooks = plan.hooks()
         for k, (own, way) in enumerate(zip(flat, bring, strict=True)):
             if not self._members[k].clean():
                 self._members[k] = _Member(plan)

@@ -111,6 +111,9 @@ FAKE_API void fake_fail(const char *function, int nth, int code);
 /* Calls since fake_reset(), failed ones included. */
 FAKE_API int fake_count(const char *function);
 
+/* CPU time that the calling thread has spent on executing, in place of a device. */
+FAKE_API int64_t fake_executed_ns(void);
+
 /* Hides a function until fake_reset(), as if the driver, or NCCL, were too old for it.
  * Functions newer than options.driver or options.nccl are always hidden: a test must
  * find those as the library does, not by linking. */

@@ -250,7 +250,7 @@ static void draw_resting(void)
         fk.resting = fk_below(2) == 0 ? 0 : UINT64_MAX;
 }
 
-int fk_run_one(int only_needed)
+static int run_one(int only_needed)
 {
     unsigned n = 0;
     fk_op *chosen = NULL;
@@ -268,6 +268,28 @@ int fk_run_one(int only_needed)
     if (chosen != NULL)
         begin(chosen);
     return fk_poll_residents() || chosen != NULL;
+}
+
+static _Thread_local int64_t executed_ns;
+
+static int64_t thread_ns(void)
+{
+    struct timespec now;
+    (void)clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+int fk_run_one(int only_needed)
+{
+    const int64_t begin = thread_ns();
+    const int has_run = run_one(only_needed);
+    executed_ns += thread_ns() - begin;
+    return has_run;
+}
+
+int64_t fake_executed_ns(void)
+{
+    return executed_ns;
 }
 
 /* Executes as a device does by itself. */
