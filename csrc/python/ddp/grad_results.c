@@ -17,8 +17,10 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad, int is_plai
     const grad_slot *slot = &self->slots[i];
     void *memory = pli_slot_memory(self, i);
     pli_tensor tensor;
-    if ((is_plain ? pli_tensor_read_raw : pli_tensor_read_any)(
-            state, self->device.place, grad, "a parameter's gradient", &tensor) != 0)
+    static const char what[] = "a parameter's gradient";
+    const dl_device place = self->device.place;
+    if ((is_plain ? pli_tensor_read_raw(state, place, grad, what, &tensor)
+                  : pli_tensor_read_any(state, place, grad, what, &tensor)) != 0)
         return -1;
     if (tensor.layout.is_lazy && !self->options.keeps_grads)
         return bind_new(self, i);

@@ -214,7 +214,7 @@ static int mark_ready_by_copy(reducer_object *self, size_t i, PyObject *grad,
      * is kept whole: keep its bucket back, so that no part is late. */
     if (slot->policy == POLICY_VIEW && slot->mode == GRAD_UNTOUCHED)
         pl_reducer_defer_bucket(self->reducer, i);
-    slot->is_plain = dense == grad;
+    slot->is_plain = (char)(dense == grad);
     int status = mark_ready(self, i, tensor->data, PL_REPLACE, &result);
     if (status == 0 && result == PL_DEFERRED)
         status = retain_until_copied(self, i, grad, dense);
@@ -362,7 +362,7 @@ int pli_grads_mark_unused(reducer_object *self, size_t i)
         status = mark_unused(self, i, tensor.data, PL_REPLACE, has_grad);
         if (status == 0 && dense != grad && pli_is_on_device(self))
             status = retain(slot, dense);
-        slot->is_plain = dense == grad;
+        slot->is_plain = (char)(dense == grad);
         slot->mode = GRAD_COPY;
         set_sparse(self, i);
     }
