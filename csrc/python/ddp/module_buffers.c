@@ -81,12 +81,13 @@ PyObject *pli_buffers_get_are_others(PyObject *object, void *closure)
     return read < 0 ? NULL : PyBool_FromLong(!read);
 }
 
-/* On a GPU, lets torch copy a tensor that is not dense, elements in row-major order. */
-static int copy_with_holes(reducer_object *self, PyObject *object,
-                           const pli_tensor *tensor, char *block, dense_direction way)
+/* Lets torch copy a lazy tensor, or one with gaps: its elements in row-major order. */
+static int copy_by_torch(reducer_object *self, PyObject *object,
+                         const pli_tensor *tensor, char *block, dense_direction way)
 {
     pli_layout layout = tensor->layout;
-    pli_layout_make_row_major(&layout);
+    if (!pli_layout_is_dense(&layout))
+        pli_layout_make_row_major(&layout);
     PyObject *dense =
         pli_tensor_borrow(state_of_reducer(self), self->device.place, block, &layout);
     int status = -1;
@@ -105,8 +106,8 @@ static int copy_one(reducer_object *self, PyObject *object, const pli_tensor *te
 {
     const pli_layout *layout = &tensor->layout;
     char *block = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
-    if (pli_is_on_device(self) && !pli_layout_is_dense(layout))
-        return copy_with_holes(self, object, tensor, block, way);
+    if (layout->is_lazy || (pli_is_on_device(self) && !pli_layout_is_dense(layout)))
+        return copy_by_torch(self, object, tensor, block, way);
     if (pli_is_on_device(self) && way == TO_DENSE)
         pli_step_defer_copy(self, block, tensor->data, layout);
     else if (pli_is_on_device(self))
@@ -148,8 +149,8 @@ static int has_values(const module_state *state, const pli_tensor *tensor,
 {
     const size_t n_bytes = pli_layout_bytes(&tensor->layout);
     char *mine = NULL;
-    if (n_bytes == 0)
-        return 1;
+    if (n_bytes == 0 || tensor->layout.is_lazy)
+        return n_bytes == 0;
     if (pli_layout_is_dense(&tensor->layout))
         return memcmp(tensor->data, values, n_bytes) == 0;
     if (pli_check(state, pli_calloc(n_bytes, 1, "a buffer's copy", &mine)) != 0)

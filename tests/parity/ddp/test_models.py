@@ -14,11 +14,13 @@ from cases import (
     Twin,
     as_torch,
     assert_equal,
+    grads_of,
     integer_weights,
     mean_over,
     net,
     on_gpus_too,
     on_ranks,
+    skip_without_complex,
     step_of,
     train,
 )
@@ -222,6 +224,33 @@ def test_a_rank_keeps_its_own_buffers_until_its_next_forward(ranks, wrap):
     for step in range(4):
         model(x_of(ranks, step)).backward()
         yield [*look(model), [*model.state_dict().values()][-1]]
+
+
+class Turning(nn.Linear):
+    """Some ranks replace a complex buffer by its lazy conjugate in each forward.
+
+    torch's class copies such a buffer rightly if it is not alone.
+    """
+
+    def __init__(self, turns):
+        super().__init__(3, 2)
+        self.turns = turns
+        self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 4j]))
+        self.register_buffer("constant", torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, x):
+        if self.turns:
+            self.phase = self.phase.conj()
+        return super().forward(x) * (self.phase + self.constant).imag
+
+
+@as_torch(who=[(0,), (1,), (0, 1)])
+def test_lazily_conjugated_buffers_come_from_rank_0(ranks, wrap, who):
+    skip_without_complex()
+    model = wrap(Turning(ranks.rank in who))
+    for _ in range(4):
+        model(torch.ones(1, 3)).sum().backward()
+        yield [*grads_of(model), *(b.resolve_conj() for b in model.buffers())]
 
 
 @as_torch(who=["all ranks", "rank 0", "rank 1"])
