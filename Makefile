@@ -78,15 +78,12 @@ bench-dp: $(INSTALLED) ## DataParallel alone
 	$(PY) tests/bench/bench_dp.py $(BENCH_FLAGS)
 
 # Compiled as in the extension, without the tests' flags.
-.PHONY: bench-counters bench-ranks
-bench-counters: ## cost of the counters in shared memory for a rank
+.PHONY: bench-ranks
 bench-ranks: ## cost of a step, by the number of ranks and hosts
-bench-counters bench-ranks: bench-%:
 	@mkdir -p $(BUILD)
-	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/$*.c \
-	    $(C_SOURCES) tests/c/local.c \
-	    -o $(BUILD)/bench-$* -pthread -lm -ldl
-	$(BUILD)/bench-$* $(BENCH_FLAGS)
+	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/ranks.c \
+	    $(C_SOURCES) tests/c/local.c -o $(BUILD)/bench-ranks -pthread -lm -ldl
+	$(BUILD)/bench-ranks $(BENCH_FLAGS)
 
 # ---- tests ---------------------------------------------------------------------
 
