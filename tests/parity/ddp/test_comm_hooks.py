@@ -208,10 +208,16 @@ def test_buckets_are_as_large_as_was_asked_for(ranks, options):
         assert sizes == expected[options]
 
 
-def test_annotations_of_torch_are_accepted_as_words_too(ranks):
-    def hook(state, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
-        return reduced(state, bucket)
+def in_words(state, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
+    return reduced(state, bucket)
 
+
+def of_other_names(group, part):
+    return reduced(group, part)
+
+
+@on_ranks(hook=[in_words, of_other_names])
+def test_arguments_may_have_annotations_in_words_or_other_names(ranks, hook):
     model = ranks.wrap(net())
     model.register_comm_hook(ranks.group, hook)
     model(ranks.integers(3, 6)).sum().backward()

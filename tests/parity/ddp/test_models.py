@@ -10,6 +10,7 @@ from functools import partial
 import paceline
 import pytest
 import torch
+import torch.distributed as dist
 from cases import (
     Twin,
     as_torch,
@@ -261,6 +262,25 @@ def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, wrap, 
         if who in ("all ranks", f"rank {ranks.rank}"):
             with torch.no_grad():
                 model.module[:2](x_of(ranks, (step, "again")))
+        yield [*model.buffers()]
+
+
+def leave(state, buffers):
+    return None
+
+
+def take_greatest(state, buffers):
+    for buffer in buffers.values():
+        dist.all_reduce(buffer, dist.ReduceOp.MAX)
+
+
+@as_torch(hook=[leave, take_greatest], when=["PRE_FORWARD", "POST_FORWARD"])
+def test_a_buffer_hook_takes_the_place_of_the_broadcast(ranks, wrap, hook, when):
+    model = wrap(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    place = nn.parallel.distributed._BufferCommHookLocation[when]
+    model._register_buffer_comm_hook(None, hook, place)
+    for step in range(3):
+        model(x_of(ranks, step)).sum().backward()
         yield [*model.buffers()]
 
 
