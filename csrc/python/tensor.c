@@ -152,21 +152,33 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
     return 0;
 }
 
-/* Sets layout->is_lazy if torch has yet to negate or conjugate what is in memory. */
+/* Complex tensors have a bit for lazy conjugation; the imaginary part of such a tensor
+ * has one for a lazy sign.  With more than one element that part has gaps in memory, so
+ * no code treats it as a dense block; but see pli_tensor_ask_sign(). */
+static int is_complex(const pli_layout *layout)
+{
+    return layout->dtype == PL_C64 || layout->dtype == PL_C128;
+}
+
+static int may_be_lazy(const pli_layout *layout)
+{
+    const int is_real = layout->dtype == PL_F32 || layout->dtype == PL_F64;
+    return is_complex(layout) || (is_real && layout->n_elems == 1);
+}
+
 static int read_lazy(const module_state *state, PyObject *object, pli_layout *layout)
 {
-    const int is_complex = layout->dtype == PL_C64 || layout->dtype == PL_C128;
     const int is_neg =
         pli_is_true(PyObject_CallMethodNoArgs(object, state->name_is_neg));
     const int is_conj =
-        is_neg == 0 && is_complex
+        is_neg == 0 && is_complex(layout)
             ? pli_is_true(PyObject_CallMethodNoArgs(object, state->name_is_conj))
             : 0;
     layout->is_lazy |= is_neg == 1 || is_conj == 1;
     return is_neg < 0 || is_conj < 0 ? -1 : 0;
 }
 
-int pli_tensor_read_raw(const module_state *state, dl_device place, PyObject *object,
+int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *object,
                         const char *what, pli_tensor *out)
 {
     dl_tensor dl;
@@ -175,14 +187,16 @@ int pli_tensor_read_raw(const module_state *state, dl_device place, PyObject *ob
         return -1;
     const int status = fill(&dl, place, what, out);
     Py_XDECREF(capsule);
-    return status;
+    if (status != 0 || !may_be_lazy(&out->layout))
+        return status;
+    return read_lazy(state, object, &out->layout);
 }
 
-int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *object,
-                        const char *what, pli_tensor *out)
+int pli_tensor_ask_sign(const module_state *state, PyObject *object, pli_layout *layout)
 {
-    const int status = pli_tensor_read_raw(state, place, object, what, out);
-    return status == 0 ? read_lazy(state, object, &out->layout) : -1;
+    if (may_be_lazy(layout) || (PyObject *)Py_TYPE(object) != state->tensor_type)
+        return 0;
+    return read_lazy(state, object, layout);
 }
 
 int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,

@@ -30,10 +30,11 @@ int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *obj
 int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *object,
                         const char *what, pli_tensor *out);
 
-/* The same, but does not ask torch whether the tensor is lazily conjugated or negated,
- * which takes twice as long as the rest. */
-int pli_tensor_read_raw(const module_state *state, dl_device place, PyObject *object,
-                        const char *what, pli_tensor *out);
+/* Sets layout->is_lazy if a tensor, read before, has a lazy sign.  Reading asks those
+ * of one element alone: only a private function of torch negates others without gaps.
+ * Subclasses are not asked, because some refuse. */
+int pli_tensor_ask_sign(const module_state *state, PyObject *object,
+                        pli_layout *layout);
 
 /* The device of a strided tensor. */
 int pli_tensor_place(const module_state *state, PyObject *object, const char *what,

@@ -11,8 +11,8 @@
  *
  * Each adder begins with its own row, so only one of them reads a row at a time.  Its
  * copies and its sum run in order on its side stream, so its room needs no events.
- * Reading the rows in place would hold multiprocessors, which backward needs, for as
- * long as the link takes.
+ * Reading the rows in place would hold multiprocessors, which backward needs, until the
+ * link has carried the rows.
  */
 #include "core/alloc.h"
 #include "device_group_state.h"

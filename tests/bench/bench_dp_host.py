@@ -104,7 +104,7 @@ def main(n):
     Engine._run = lambda *a: started.append(host_time()) or run(*a)
     for build in (transformer, resnet50):
         (module, x), rows = build(), []
-        # 1 MiB of the 98 MiB of ResNet-50, or of a transformer of that size.
+        # As small for this model as 1 MiB is for the 98 MiB of the full ResNet-50.
         segments.SEGMENT_BYTES = sum(p.nbytes for p in module.parameters()) // 98
         with fake_gpus.several(n):
             ours = paceline.DataParallel(module.to("gpu:0"), list(range(n)))

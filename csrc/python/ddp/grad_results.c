@@ -10,18 +10,19 @@
 static int bind_new(reducer_object *self, size_t i);
 
 /* Writes the reduced gradient to the user's gradient.  A lazy one is replaced instead,
- * as torch does with gradient_as_bucket_view.  is_plain: it is known not to be lazy. */
-static int copy_back(reducer_object *self, size_t i, PyObject *grad, int is_plain)
+ * as torch does with gradient_as_bucket_view.  is_lazy: -1 if not known. */
+static int copy_back(reducer_object *self, size_t i, PyObject *grad, int is_lazy)
 {
     const module_state *state = state_of_reducer(self);
     const grad_slot *slot = &self->slots[i];
     void *memory = pli_slot_memory(self, i);
     pli_tensor tensor;
-    static const char what[] = "a parameter's gradient";
-    const dl_device place = self->device.place;
-    if ((is_plain ? pli_tensor_read_raw(state, place, grad, what, &tensor)
-                  : pli_tensor_read_any(state, place, grad, what, &tensor)) != 0)
+    if (pli_tensor_read_any(state, self->device.place, grad, "a parameter's gradient",
+                            &tensor) != 0)
         return -1;
+    if (is_lazy < 0 && pli_tensor_ask_sign(state, grad, &tensor.layout) != 0)
+        return -1;
+    tensor.layout.is_lazy |= is_lazy == 1;
     if (tensor.layout.is_lazy && !self->options.keeps_grads)
         return bind_new(self, i);
     if (pli_layout_equal(&tensor.layout, slot->layout)) {
@@ -56,7 +57,7 @@ static int bind_new(reducer_object *self, size_t i)
         grad = pli_tensor_view(state, &view, slot->layout);
     } else {
         grad = pli_grads_make_empty(self, i);
-        if (grad != NULL && copy_back(self, i, grad, 1) != 0)
+        if (grad != NULL && copy_back(self, i, grad, 0) != 0)
             Py_CLEAR(grad);
     }
     const int status = grad != NULL ? pli_set_grad(self, i, grad) : -1;
@@ -77,7 +78,7 @@ static int copy_to_current(reducer_object *self, size_t i)
         return bind_new(self, i);
     }
     Py_XSETREF(slot->target, grad);
-    return copy_back(self, i, grad, 0);
+    return copy_back(self, i, grad, -1);
 }
 
 static int bind_used(reducer_object *self, size_t i)
@@ -94,7 +95,7 @@ static int bind_used(reducer_object *self, size_t i)
         if (self->options.binds_new)
             break;
         return self->has_user_hooks ? copy_to_current(self, i)
-                                    : copy_back(self, i, slot->target, slot->is_plain);
+                                    : copy_back(self, i, slot->target, slot->is_lazy);
     case GRAD_VIEW:
         if (slot->target == NULL)
             break;
@@ -104,7 +105,7 @@ static int bind_used(reducer_object *self, size_t i)
         if (!pli_slot_is_seen_by(self, i, &tensor)) {
             if (!slot->had_grad) /* a view; its window was retired meanwhile */
                 break;
-            if (copy_back(self, i, slot->target, 0) != 0)
+            if (copy_back(self, i, slot->target, -1) != 0)
                 return -1;
         }
         return pli_set_grad(self, i, slot->target);

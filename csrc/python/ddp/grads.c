@@ -33,7 +33,7 @@ static int read_dense(reducer_object *self, size_t i, PyObject **grad, pli_tenso
     const module_state *state = state_of_reducer(self);
     if (self->slots[i].n_sparse_dims == 0) {
         if (pli_tensor_read_any(state, self->device.place, *grad, what, out) == 0)
-            return 0;
+            return pli_tensor_ask_sign(state, *grad, &out->layout);
         if (!PyErr_ExceptionMatches(PyExc_TypeError))
             return -1;
         PyErr_Clear();
@@ -46,7 +46,7 @@ static int read_dense(reducer_object *self, size_t i, PyObject **grad, pli_tenso
 int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor)
 {
     const module_state *state = state_of_reducer(self);
-    const grad_slot *slot = &self->slots[i];
+    grad_slot *slot = &self->slots[i];
     PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->name_grad);
     if (grad == NULL)
         return -1;
@@ -69,6 +69,7 @@ int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *t
         Py_DECREF(grad);
         return -1;
     }
+    slot->is_lazy = (char)tensor->layout.is_lazy;
     *out = grad;
     return 1;
 }
@@ -214,7 +215,6 @@ static int mark_ready_by_copy(reducer_object *self, size_t i, PyObject *grad,
      * is kept whole: keep its bucket back, so that no part is late. */
     if (slot->policy == POLICY_VIEW && slot->mode == GRAD_UNTOUCHED)
         pl_reducer_defer_bucket(self->reducer, i);
-    slot->is_plain = (char)(dense == grad);
     int status = mark_ready(self, i, tensor->data, PL_REPLACE, &result);
     if (status == 0 && result == PL_DEFERRED)
         status = retain_until_copied(self, i, grad, dense);
@@ -362,7 +362,6 @@ int pli_grads_mark_unused(reducer_object *self, size_t i)
         status = mark_unused(self, i, tensor.data, PL_REPLACE, has_grad);
         if (status == 0 && dense != grad && pli_is_on_device(self))
             status = retain(slot, dense);
-        slot->is_plain = (char)(dense == grad);
         slot->mode = GRAD_COPY;
         set_sparse(self, i);
     }
@@ -397,6 +396,7 @@ int pli_grads_write_late(reducer_object *self, size_t i)
         return write_late(self, i, NULL, mode);
     if (pli_tensor_read_any(state, self->device.place, grad, "a parameter's gradient",
                             &tensor) != 0 ||
+        pli_tensor_ask_sign(state, grad, &tensor.layout) != 0 ||
         in_slot_layout(self, i, grad, &tensor, &dense) != 0)
         return -1;
     const int status = write_late(self, i, tensor.data, mode);

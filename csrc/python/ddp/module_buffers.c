@@ -81,7 +81,8 @@ PyObject *pli_buffers_get_are_others(PyObject *object, void *closure)
     return read < 0 ? NULL : PyBool_FromLong(!read);
 }
 
-/* Lets torch copy a lazy tensor, or one with gaps: its elements in row-major order. */
+/* Lets torch copy a lazy tensor, or one with gaps, whose elements the block then has in
+ * row-major order. */
 static int copy_by_torch(reducer_object *self, PyObject *object,
                          const pli_tensor *tensor, char *block, dense_direction way)
 {
@@ -144,19 +145,24 @@ int pli_buffers_pack(reducer_object *self)
 }
 
 /* Returns 1, 0 or -1. */
-static int has_values(const module_state *state, const pli_tensor *tensor,
+static int has_values(reducer_object *self, PyObject *object, const pli_tensor *tensor,
                       const char *values)
 {
     const size_t n_bytes = pli_layout_bytes(&tensor->layout);
     char *mine = NULL;
-    if (n_bytes == 0 || tensor->layout.is_lazy)
-        return n_bytes == 0;
-    if (pli_layout_is_dense(&tensor->layout))
+    if (n_bytes == 0)
+        return 1;
+    if (!tensor->layout.is_lazy && pli_layout_is_dense(&tensor->layout))
         return memcmp(tensor->data, values, n_bytes) == 0;
-    if (pli_check(state, pli_calloc(n_bytes, 1, "a buffer's copy", &mine)) != 0)
+    if (pli_check(state_of_reducer(self),
+                  pli_calloc(n_bytes, 1, "a buffer's copy", &mine)) != 0)
         return -1;
-    pli_layout_pack(&tensor->layout, tensor->data, mine);
-    const int is_same = memcmp(mine, values, n_bytes) == 0;
+    int status = 0;
+    if (tensor->layout.is_lazy)
+        status = copy_by_torch(self, object, tensor, mine, TO_DENSE);
+    else
+        pli_layout_pack(&tensor->layout, tensor->data, mine);
+    const int is_same = status == 0 ? memcmp(mine, values, n_bytes) == 0 : -1;
     pli_free(mine);
     return is_same;
 }
@@ -166,13 +172,13 @@ static int has_values(const module_state *state, const pli_tensor *tensor,
 static int overwrite(reducer_object *self, const grad_buffer *buffer, PyObject *object,
                      const pli_tensor *tensor)
 {
-    const module_state *state = state_of_reducer(self);
     char *values = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
-    const int is_same = has_values(state, tensor, values);
+    const int is_same = has_values(self, object, tensor, values);
     if (is_same != 0)
         return is_same < 0 ? -1 : 0;
-    (void)copy_one(self, object, tensor, buffer, FROM_DENSE);
-    return pli_increment_version(state, object);
+    if (copy_one(self, object, tensor, buffer, FROM_DENSE) != 0)
+        return -1;
+    return pli_increment_version(state_of_reducer(self), object);
 }
 
 /* Remembers each buffer as it is now, to take it over later. */
@@ -222,8 +228,7 @@ static int differs(reducer_object *self, const grad_buffer *buffer, PyObject *ob
                    const pli_tensor *tensor)
 {
     const char *sent = (const char *)pl_reducer_extra(self->reducer) + buffer->offset;
-    const int is_same = has_values(state_of_reducer(self), tensor, sent);
-    (void)object;
+    const int is_same = has_values(self, object, tensor, sent);
     return is_same < 0 ? -1 : !is_same;
 }
 

@@ -48,11 +48,11 @@ static int read_param(const module_state *state, dl_device place, size_t i,
     pli_tensor tensor;
     char what[40];
     (void)PyOS_snprintf(what, sizeof what, "parameter %zu", i);
-    if (pli_tensor_read_raw(state, place, param, what, &tensor) != 0)
+    if (pli_tensor_read_any(state, place, param, what, &tensor) != 0)
         return -1;
     if (!pli_layout_is_dense(&tensor.layout))
         pli_layout_make_row_major(&tensor.layout);
-    tensor.layout.is_lazy = 0; /* the slot has memory */
+    tensor.layout.is_lazy = 0; /* the slot is not lazy */
     slot->param = Py_NewRef(param);
     return pli_check(state, pli_layout_copy(&tensor.layout, &slot->layout));
 }

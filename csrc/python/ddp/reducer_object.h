@@ -50,7 +50,7 @@ typedef struct grad_slot {
     char is_deferred;   /* taken at the end: a user's hook ran after ours */
     char had_grad;      /* `.grad` existed before; set for views, with keeps_grads */
     PyObject *target;   /* copy: tensor to write to; view: tensor that `.grad` stays */
-    char is_plain;      /* copy: the target is not lazy and has the slot's layout */
+    char is_lazy;       /* copy: the target was, when it was read */
     PyObject *late;     /* view: the gradient that came after the bucket was posted */
     PyObject *retained; /* view: the copied gradient, until the end of the step; on a
                            GPU: gradients yet to be copied, one or a tuple of two */

@@ -111,7 +111,8 @@ FAKE_API void fake_fail(const char *function, int nth, int code);
 /* Calls since fake_reset(), failed ones included. */
 FAKE_API int fake_count(const char *function);
 
-/* CPU time that the calling thread has spent on executing, in place of a device. */
+/* CPU time in which the calling thread has executed copies and kernels, which a device
+ * would execute by itself. */
 FAKE_API int64_t fake_executed_ns(void);
 
 /* Hides a function until fake_reset(), as if the driver, or NCCL, were too old for it.

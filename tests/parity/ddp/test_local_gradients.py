@@ -18,6 +18,7 @@ from cases import (
     assert_equal,
     factors,
     grads_of,
+    integer_weights,
     net,
     on_gpus_too,
     on_ranks,
@@ -218,6 +219,42 @@ def test_a_gradient_may_be_conjugated_by_its_owner(ranks, wrap):
             p.grad = p.grad.clone().conj()
     model(factors(ranks, model, 1)).backward(torch.tensor(1 - 2j))
     yield grads_of(model)
+
+
+@as_torch()
+def test_a_hook_of_a_node_may_conjugate_a_gradient_in_place(ranks, wrap):
+    """The native code has read the gradient before."""
+    skip_without_complex()
+    terms = Terms((SMALL, (4,)), torch.complex64)
+    nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in terms.parameters()]
+    model = wrap(terms)
+
+    def conjugate(p, *_):
+        p.grad.data = p.grad.data.conj()
+
+    for node, p in zip(nodes, terms.parameters(), strict=True):
+        node.register_hook(partial(conjugate, p))
+    model(factors(ranks, model, 0)).backward(torch.tensor(1 + 2j))
+    yield [p.grad for p in model.parameters()]
+
+
+class Refusing(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.is_neg:
+            raise NotImplementedError("is_neg")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@as_torch()
+def test_subclasses_are_not_asked_for_a_lazy_sign(ranks, wrap):
+    plain = nn.Linear(3, 2)
+    plain.register_buffer("scale", torch.ones(3).as_subclass(Refusing))
+    model = wrap(integer_weights(plain, 0, 1))
+    plain.weight.grad = torch.zeros(2, 3).as_subclass(Refusing)
+    for step in range(2):
+        model(ranks.integers(1, 3, key=step)).sum().backward()
+        yield [p.grad.as_subclass(torch.Tensor) for p in plain.parameters()]
 
 
 @as_torch(view=[False, True])

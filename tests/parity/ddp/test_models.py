@@ -254,6 +254,26 @@ def test_lazily_conjugated_buffers_come_from_rank_0(ranks, wrap, who):
         yield [*grads_of(model), *(b.resolve_conj() for b in model.buffers())]
 
 
+class ByConjugate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("phase", torch.tensor([1 - 2j, 3 + 1j, -2j]).conj())
+
+    def forward(self, x):
+        return torch.view_as_real((self.weight * self.phase * x).sum())
+
+
+@as_torch()
+def test_a_lazily_conjugated_buffer_that_stays_is_not_written(ranks, wrap):
+    skip_without_complex()
+    model = wrap(ByConjugate()).eval()
+    first = model(torch.tensor(1.0)).sum()
+    second = model.train()(torch.tensor(2.0 + ranks.rank)).sum()
+    (first + second).backward()  # the graphs hold the buffer
+    yield grads_of(model)
+
+
 @as_torch(who=["all ranks", "rank 0", "rank 1"])
 def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, wrap, who):
     model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
