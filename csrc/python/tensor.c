@@ -154,7 +154,7 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
 
 /* Complex tensors have a bit for lazy conjugation; the imaginary part of such a tensor
  * has one for a lazy sign.  With more than one element that part has gaps in memory, so
- * no code treats it as a dense block; but see pli_tensor_ask_sign(). */
+ * no code treats it as a dense block.  pli_tensor_read_grad() has the exception. */
 static int is_complex(const pli_layout *layout)
 {
     return layout->dtype == PL_C64 || layout->dtype == PL_C128;
@@ -192,11 +192,14 @@ int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *ob
     return read_lazy(state, object, &out->layout);
 }
 
-int pli_tensor_ask_sign(const module_state *state, PyObject *object, pli_layout *layout)
+int pli_tensor_read_grad(const module_state *state, dl_device place, PyObject *object,
+                         const char *what, pli_tensor *out)
 {
-    if (may_be_lazy(layout) || (PyObject *)Py_TYPE(object) != state->tensor_type)
-        return 0;
-    return read_lazy(state, object, layout);
+    const int status = pli_tensor_read_any(state, place, object, what, out);
+    if (status != 0 || may_be_lazy(&out->layout) ||
+        (PyObject *)Py_TYPE(object) != state->tensor_type)
+        return status;
+    return read_lazy(state, object, &out->layout);
 }
 
 int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,

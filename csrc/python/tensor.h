@@ -30,11 +30,11 @@ int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *obj
 int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *object,
                         const char *what, pli_tensor *out);
 
-/* Sets layout->is_lazy if a tensor, read before, has a lazy sign.  Reading asks those
- * of one element alone: only a private function of torch negates others without gaps.
- * Subclasses are not asked, because some refuse. */
-int pli_tensor_ask_sign(const module_state *state, PyObject *object,
-                        pli_layout *layout);
+/* The same for a gradient, which is asked for a lazy sign whatever its size.  The other
+ * readings ask tensors of one element alone: only a private function of torch negates
+ * larger ones without gaps.  Subclasses are not asked, because some refuse. */
+int pli_tensor_read_grad(const module_state *state, dl_device place, PyObject *object,
+                         const char *what, pli_tensor *out);
 
 /* The device of a strided tensor. */
 int pli_tensor_place(const module_state *state, PyObject *object, const char *what,

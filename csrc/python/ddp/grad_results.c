@@ -16,11 +16,11 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad, int is_lazy
     const module_state *state = state_of_reducer(self);
     const grad_slot *slot = &self->slots[i];
     void *memory = pli_slot_memory(self, i);
+    const dl_device place = self->device.place;
+    static const char what[] = "a parameter's gradient";
     pli_tensor tensor;
-    if (pli_tensor_read_any(state, self->device.place, grad, "a parameter's gradient",
-                            &tensor) != 0)
-        return -1;
-    if (is_lazy < 0 && pli_tensor_ask_sign(state, grad, &tensor.layout) != 0)
+    if ((is_lazy < 0 ? pli_tensor_read_grad(state, place, grad, what, &tensor)
+                     : pli_tensor_read_any(state, place, grad, what, &tensor)) != 0)
         return -1;
     tensor.layout.is_lazy |= is_lazy == 1;
     if (tensor.layout.is_lazy && !self->options.keeps_grads)

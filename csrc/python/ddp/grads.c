@@ -32,8 +32,8 @@ static int read_dense(reducer_object *self, size_t i, PyObject **grad, pli_tenso
     static const char what[] = "a parameter's gradient";
     const module_state *state = state_of_reducer(self);
     if (self->slots[i].n_sparse_dims == 0) {
-        if (pli_tensor_read_any(state, self->device.place, *grad, what, out) == 0)
-            return pli_tensor_ask_sign(state, *grad, &out->layout);
+        if (pli_tensor_read_grad(state, self->device.place, *grad, what, out) == 0)
+            return 0;
         if (!PyErr_ExceptionMatches(PyExc_TypeError))
             return -1;
         PyErr_Clear();
@@ -394,9 +394,8 @@ int pli_grads_write_late(reducer_object *self, size_t i)
     const pl_write_mode mode = slot->policy == POLICY_VIEW ? PL_ADD : PL_REPLACE;
     if (grad == NULL)
         return write_late(self, i, NULL, mode);
-    if (pli_tensor_read_any(state, self->device.place, grad, "a parameter's gradient",
-                            &tensor) != 0 ||
-        pli_tensor_ask_sign(state, grad, &tensor.layout) != 0 ||
+    if (pli_tensor_read_grad(state, self->device.place, grad, "a parameter's gradient",
+                             &tensor) != 0 ||
         in_slot_layout(self, i, grad, &tensor, &dense) != 0)
         return -1;
     const int status = write_late(self, i, tensor.data, mode);

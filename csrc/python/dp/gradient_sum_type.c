@@ -32,15 +32,14 @@ static inline gradient_sum_object *sum_of(PyObject *object)
 static int read_grad(const gradient_sum_object *self, dl_device place, PyObject *grad,
                      const slot *to, char *block, pl_move *out)
 {
-    const module_state *state = state_of((PyObject *)self);
     pli_tensor found;
     *out = (pl_move){.to = block + to->offset,
                      .dtype = to->layout->dtype,
                      .n_elems = to->layout->n_elems};
     if (grad == Py_None)
         return 0;
-    if (pli_tensor_read_on(state, place, grad, "a gradient", &found) != 0 ||
-        pli_tensor_ask_sign(state, grad, &found.layout) != 0) {
+    if (pli_tensor_read_grad(state_of((PyObject *)self), place, grad, "a gradient",
+                             &found) != 0) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError))
             return -1;
         PyErr_Clear();
