@@ -103,8 +103,8 @@ PARALLEL = $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(JOBS))
 
 PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # In this order, long files first: the short ones at the end keep all workers busy.
-PY_TESTS := $(wildcard $(addprefix tests/,parity/upstream unit/repository clients ranks parity \
-	unit/native unit))
+PY_TESTS := $(wildcard $(addprefix tests/,parity/upstream unit/repository clients ranks hostile \
+	parity unit/native unit))
 py-test: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/crash.so ## the Python suite (PYTEST_FLAGS="-k bucket")
 	$(PY) $(PYTEST) -m "not long and not hand" --junitxml=$(BUILD)/tests.xml \
 	    $(PY_TESTS) $(PYTEST_FLAGS)
@@ -154,6 +154,7 @@ fuzz-dp: $(INSTALLED) $(DEPENDENCIES) ## random programs with DataParallel and w
 hosts: $(INSTALLED) $(DEPENDENCIES) ## DistributedDataParallel across hosts: its list, and drawn failures
 	TEST_RANKS_PER_HOST=1 $(PY) -m pytest -q tests/parity/ddp
 	PYTHONPATH=tests $(PY) tests/ranks/drawn_failures.py $(HOSTS_FLAGS)
+	$(PY) -m pytest -q -m long tests/hostile
 
 # MATRIX=3.13 takes one row, TORCH=2.15.0rc1 another torch than the table's.
 .PHONY: matrix
