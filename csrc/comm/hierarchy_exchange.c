@@ -3,13 +3,15 @@
 
 #include "backend/cpu_scale.h"
 #include "core/alloc.h"
+#include "core/crc32c.h"
 #include "hierarchy_state.h"
 #include "shm_comm.h"
 
 enum {
     SHARED_LEAST_BYTES = 1 << 16, /* that adding up in parts must save */
-    POLL_MS = 10,                 /* for the links alone */
-    POLL_BOTH_NS = 100 * 1000     /* ... if this host's ranks are awaited, too */
+    PART_BYTES = 1 << 17, /* sent or received at a time: still in cache for its CRC */
+    POLL_MS = 10,         /* for the links alone */
+    POLL_BOTH_NS = 100 * 1000 /* ... if this host's ranks are awaited, too */
 };
 
 /* Whether means are weighed by the hosts' numbers of ranks, because these differ. */
@@ -105,17 +107,102 @@ static message_flow *flow_of(hierarchy *self, int host, int is_out,
                   : &other->in[link - PLI_LINK_DATA];
 }
 
+/* ---- messages ------------------------------------------------------------------- */
+
+head pli_hierarchy_head(uint64_t number, uint64_t hash, uint64_t n_bytes)
+{
+    head made = {.number = number, .hash = hash, .n_bytes = n_bytes};
+    made.crc = pli_crc32c(0, &made, offsetof(head, crc));
+    return made;
+}
+
+static pl_status fail_damaged(const hierarchy *self, int host, uint64_t number,
+                              checksum crc, checksum received)
+{
+    return pli_fail(
+        PL_EPEER,
+        "rank %d: a message of %s arrived damaged (operation %llu, checksum "
+        "%08x, expected %08x): look for errors of network cards, cables and "
+        "memory on these hosts and between them",
+        self->super.rank, pli_links_name(self->links, host), count_of(number), received,
+        crc);
+}
+
+pl_status pli_hierarchy_check_head_crc(const hierarchy *self, int host, const head *in)
+{
+    const checksum crc = pli_crc32c(0, in, offsetof(head, crc));
+    return crc == in->crc
+               ? PL_OK
+               : fail_damaged(self, host, in->number, crc, (checksum)in->crc);
+}
+
+/* Adds data up to byte `end` to the message's checksum. */
+static void sum_until(message_flow *flow, const char *data, size_t end)
+{
+    if (flow->n_summed == 0)
+        flow->crc = (checksum)flow->head.crc;
+    flow->crc = pli_crc32c(flow->crc, data + flow->n_summed, end - flow->n_summed);
+    flow->n_summed = end;
+}
+
+/* A part of a message: the head, data up to `end`, and the checksum if that is all. */
+typedef struct message_part {
+    struct iovec pieces[3];
+    size_t end;
+    size_t n_bytes;
+} message_part;
+
+static message_part part_until(message_flow *flow, char *data, size_t end,
+                               checksum *crc)
+{
+    const size_t crc_bytes = end > 0 && end == flow->head.n_bytes ? sizeof *crc : 0;
+    return (message_part){{{.iov_base = &flow->head, .iov_len = sizeof flow->head},
+                           {.iov_base = data, .iov_len = end},
+                           {.iov_base = crc, .iov_len = crc_bytes}},
+                          .end = end,
+                          .n_bytes = sizeof flow->head + end + crc_bytes};
+}
+
+static size_t end_of_next_part(const message_flow *flow)
+{
+    const size_t n_left = flow->head.n_bytes - flow->n_summed;
+    return flow->n_summed + (n_left < PART_BYTES ? n_left : PART_BYTES);
+}
+
 pl_status pli_hierarchy_send(hierarchy *self, int host, pli_link_stream link)
 {
     pl_status st = PL_OK;
     message_flow *flow = flow_of(self, host, 1, link);
     const size_t before = flow->at;
-    const struct iovec pieces[] = {
-        {.iov_base = &flow->head, .iov_len = sizeof flow->head},
-        {.iov_base = flow->from, .iov_len = flow->head.n_bytes}};
-    PL_TRY(pli_links_send(self->links, host, link, pieces, 2, &flow->at));
+    message_part part;
+    if (flow->at == 0) /* the head may have become another since the last call */
+        flow->n_summed = 0;
+    do {
+        if (flow->n_summed == 0 || flow->at == sizeof flow->head + flow->n_summed)
+            sum_until(flow, flow->from, end_of_next_part(flow));
+        part = part_until(flow, flow->from, flow->n_summed, &flow->crc);
+        PL_TRY(pli_links_send(self->links, host, link, part.pieces, 3, &flow->at));
+    } while (flow->at == part.n_bytes && !is_whole(flow));
     if (flow->at != before)
         self->last_sign_ns = 0;
+done:
+    return st;
+}
+
+/* Continues to receive the data of a message whose head has come. */
+static pl_status receive_rest(hierarchy *self, int host, pli_link_stream link,
+                              message_flow *flow, char *to)
+{
+    pl_status st = PL_OK;
+    message_part part;
+    do {
+        part = part_until(flow, to, end_of_next_part(flow), &flow->received);
+        PL_TRY(pli_links_receive(self->links, host, link, part.pieces, 3, &flow->at));
+        const size_t n = flow->at - sizeof flow->head;
+        sum_until(flow, to, n < part.end ? n : part.end);
+    } while (flow->at == part.n_bytes && !is_whole(flow));
+    if (is_whole(flow) && flow->head.n_bytes > 0 && flow->received != flow->crc)
+        PL_TRY(fail_damaged(self, host, flow->head.number, flow->crc, flow->received));
 done:
     return st;
 }
@@ -127,9 +214,8 @@ static pl_status send_range(hierarchy *self, int host, pli_link_stream link,
     pl_status st = PL_OK;
     message_flow *flow = flow_of(self, host, 1, link);
     flow->from = range_of(self, range);
-    flow->head = (head){.number = number,
-                        .hash = pli_op_hash(&operation_at(self, number)->op),
-                        .n_bytes = bytes_of(range)};
+    flow->head = pli_hierarchy_head(
+        number, pli_op_hash(&operation_at(self, number)->op), bytes_of(range));
     PL_TRY(pli_hierarchy_send(self, host, link));
     if (is_whole(flow))
         *flow = (message_flow){.n_done = number};
@@ -191,14 +277,13 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
     pl_status st = PL_OK;
     message_flow *flow = flow_of(self, host, 0, link);
     const size_t before = flow->at;
-    const struct iovec pieces[] = {
-        {.iov_base = &flow->head, .iov_len = sizeof flow->head},
-        {.iov_base = to, .iov_len = n_bytes}};
+    const struct iovec piece = {.iov_base = &flow->head, .iov_len = sizeof flow->head};
     /* Receive the head alone first: data of another operation must not reach `to`. */
     if (flow->at < sizeof flow->head) {
-        PL_TRY(pli_links_receive(self->links, host, link, pieces, 1, &flow->at));
+        PL_TRY(pli_links_receive(self->links, host, link, &piece, 1, &flow->at));
         if (flow->at < sizeof flow->head)
             goto done;
+        PL_TRY(pli_hierarchy_check_head_crc(self, host, &flow->head));
         if (flow->head.number == first_number_of(self->epoch + 1)) {
             flow->is_reset = 1;
             atomic_store(&self->given_up, GIVEN_UP_ELSEWHERE);
@@ -207,7 +292,7 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
         }
         PL_TRY(check_head(self, host, &flow->head, number, n_bytes));
     }
-    PL_TRY(pli_links_receive(self->links, host, link, pieces, 2, &flow->at));
+    PL_TRY(receive_rest(self, host, link, flow, to));
     if (is_whole(flow))
         *flow = (message_flow){.n_done = number};
 done:

@@ -155,7 +155,7 @@ static pl_status send_mark(hierarchy *self, int host, pli_link_stream link)
     const uint64_t mark = first_number_of(self->epoch + 1);
     while (!flow->is_reset) {
         if (flow->at == 0)
-            flow->head = (head){.number = mark};
+            flow->head = pli_hierarchy_head(mark, 0, 0);
         PL_TRY(pli_hierarchy_send(self, host, link));
         if (!is_whole(flow))
             goto done;

@@ -13,6 +13,7 @@ static pl_status check_skipped(const hierarchy *self, int host,
                                const message_flow *flow)
 {
     pl_status st = PL_OK;
+    PL_TRY(pli_hierarchy_check_head_crc(self, host, &flow->head));
     const int is_mark = flow->head.number == first_number_of(self->epoch + 1);
     const int is_operation = flow->head.number > flow->n_done &&
                              flow->head.number <= self->n_issued + self->ring_ops;
@@ -34,8 +35,7 @@ static pl_status skip_to_mark(hierarchy *self, int host, pli_link_stream link)
     while (!flow->is_reset) {
         const int is_head = flow->at < sizeof flow->head;
         const size_t n_left =
-            (is_head ? sizeof flow->head : sizeof flow->head + flow->head.n_bytes) -
-            flow->at;
+            (is_head ? sizeof flow->head : message_bytes(flow)) - flow->at;
         const struct iovec piece = {
             .iov_base = is_head ? (char *)&flow->head + flow->at : skipped,
             .iov_len = n_left < sizeof skipped ? n_left : sizeof skipped};
@@ -51,7 +51,7 @@ static pl_status skip_to_mark(hierarchy *self, int host, pli_link_stream link)
             continue;
         flow->is_reset = flow->head.number == first_number_of(self->epoch + 1);
         flow->n_done = flow->is_reset ? flow->n_done : flow->head.number;
-        flow->at = 0;
+        flow->at = flow->n_summed = 0;
     }
 done:
     return st;

@@ -25,20 +25,26 @@ typedef enum hierarchy_given_up {
     GIVEN_UP_HERE       /* this host sends marks */
 } hierarchy_given_up;
 
-/* Precedes each operation's bytes. */
+/* A message: the head; if n_bytes > 0, so much data, and a checksum of both. */
 typedef struct head {
     uint64_t number;
     uint64_t hash;
-    uint64_t n_bytes; /* after the head; skipped if the step is left behind */
+    uint64_t n_bytes; /* skipped if the step is left behind */
+    uint64_t crc;     /* CRC-32C of the fields above */
 } head;
+
+typedef uint32_t checksum;
 
 /* Progress of a stream of messages, one message per operation. */
 typedef struct message_flow {
     uint64_t n_done;
-    size_t at;    /* bytes done of the next message, including its head */
-    head head;    /* of the next message */
-    char *from;   /* the data to send after the head */
-    int is_reset; /* the stream has reached the mark before the next epoch */
+    size_t at;         /* bytes done of the next message, including its head */
+    head head;         /* of the next message */
+    char *from;        /* the data to send after the head */
+    size_t n_summed;   /* bytes of data that `crc` includes */
+    checksum crc;      /* CRC-32C of the head and these bytes */
+    checksum received; /* after the data */
+    int is_reset;      /* the stream has reached the mark before the next epoch */
 } message_flow;
 
 enum { HIERARCHY_N_STREAMS = 2 }; /* PLI_LINK_DATA and PLI_LINK_BACK, in this order */
@@ -195,10 +201,22 @@ pl_status pli_hierarchy_exchange(hierarchy *self) PL_MUST_USE;
 pl_status pli_hierarchy_send(hierarchy *self, int host,
                              pli_link_stream link) PL_MUST_USE;
 
+static inline size_t message_bytes(const message_flow *flow)
+{
+    const size_t n_bytes = flow->head.n_bytes;
+    return sizeof flow->head + (n_bytes > 0 ? n_bytes + sizeof flow->crc : 0);
+}
+
 static inline int is_whole(const message_flow *flow)
 {
-    return flow->at == sizeof flow->head + flow->head.n_bytes;
+    return flow->at == message_bytes(flow);
 }
+
+/* PL_EPEER if a head that has arrived is damaged. */
+pl_status pli_hierarchy_check_head_crc(const hierarchy *self, int host,
+                                       const head *in) PL_MUST_USE;
+
+head pli_hierarchy_head(uint64_t number, uint64_t hash, uint64_t n_bytes);
 
 /* Lists what a leader waits for between hosts; returns how long it may sleep. */
 int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waited);

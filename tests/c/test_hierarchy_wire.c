@@ -5,10 +5,17 @@
 #include <sys/syscall.h>
 
 #include "comm/segment.h"
+#include "core/crc32c.h"
 #include "hosts.h"
 #include "ops.h"
 
-enum { N_BUCKETS = 3, BUCKET_ELEMS = 1 << 16, FLAG_BYTES = 100, HEAD_BYTES = 24 };
+enum {
+    N_BUCKETS = 3,
+    BUCKET_ELEMS = 1 << 16,
+    FLAG_BYTES = 100,
+    HEAD_BYTES = 32,
+    CRC_BYTES = 4
+};
 
 /* Host 0 of two, with one rank; peer[]: host 1's sockets. */
 typedef struct scene {
@@ -75,7 +82,7 @@ static pl_op op_at(size_t k)
     return k < N_BUCKETS ? bucket : flags;
 }
 
-TEST(a_step_sends_each_bucket_once_and_a_head_with_it)
+TEST(a_step_sends_each_bucket_once_with_a_head_and_a_checksum)
 {
     scene it;
     if (!scene_init(&it))
@@ -94,7 +101,8 @@ TEST(a_step_sends_each_bucket_once_and_a_head_with_it)
         }
         CHECK_OK(st);
         const size_t n_data = N_BUCKETS * BUCKET_ELEMS * sizeof(float);
-        CHECK(it.n_bytes == n_data + FLAG_BYTES + (N_BUCKETS + 1) * HEAD_BYTES);
+        CHECK(it.n_bytes ==
+              n_data + FLAG_BYTES + (N_BUCKETS + 1) * (HEAD_BYTES + CRC_BYTES));
         CHECK(it.n_bytes - n_data < n_data / 100);
     }
     scene_fini(&it);
@@ -102,7 +110,7 @@ TEST(a_step_sends_each_bucket_once_and_a_head_with_it)
 
 /* ---- bytes sent ----------------------------------------------------------------- */
 
-static atomic_size_t n_bytes_sent; /* by all hosts, heads included */
+static atomic_size_t n_bytes_sent; /* by all hosts, with heads and checksums */
 
 /* The C library's function, counted. */
 ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
@@ -122,7 +130,7 @@ static void average_one_range(rank_job *job)
     CHECK_OK(do_op(job->comm, &op));
 }
 
-/* Bytes that all hosts send for one range, without heads. */
+/* Bytes that all hosts send for one range, without heads and checksums. */
 static size_t bytes_sent_for(int n_hosts, size_t n_bytes, size_t n_messages)
 {
     hosts it = {.n_hosts = n_hosts, .deadline_ns = RANKS_DEADLINE_NS};
@@ -130,7 +138,7 @@ static size_t bytes_sent_for(int n_hosts, size_t n_bytes, size_t n_messages)
         it.n_ranks[h] = 1;
     atomic_store(&n_bytes_sent, 0);
     hosts_run(&it, 1 << 17, average_one_range, &n_bytes, 1);
-    return atomic_load(&n_bytes_sent) - n_messages * HEAD_BYTES;
+    return atomic_load(&n_bytes_sent) - n_messages * (HEAD_BYTES + CRC_BYTES);
 }
 
 /* The least that n hosts can send is 2 S (n - 1) / n of S bytes per host.  They send
@@ -148,12 +156,67 @@ TEST(hosts_send_no_more_than_they_must)
     }
 }
 
+/* ---- damage --------------------------------------------------------------------- */
+
+/* Sends back what comes for an operation of N bytes, with one bit flipped. */
+static pl_status average_with_flipped(size_t n_bytes, size_t bit)
+{
+    static char message[N_BUCKETS * BUCKET_ELEMS * sizeof(float)];
+    const size_t n_whole = HEAD_BYTES + n_bytes + CRC_BYTES;
+    const pl_op op = {.kind = PL_ALL_REDUCE,
+                      .reduction = PL_MEAN,
+                      .dtype = PL_F32,
+                      .n_elems = n_bytes / sizeof(float)};
+    scene it;
+    pl_ticket ticket = 0;
+    pl_status st = PL_EAGAIN;
+    if (!scene_init(&it))
+        return PL_OK;
+    CHECK_OK(pl_comm_issue(it.world, &op, &ticket));
+    for (size_t n = 0; n < n_whole;) {
+        const ssize_t more = recv(it.peer[PLI_LINK_DATA], message + n, n_whole - n, 0);
+        n += (size_t)(more > 0 ? more : 0);
+        (void)!pl_comm_progress(it.world);
+    }
+    if (bit < 8 * n_whole)
+        message[bit / 8] ^= (char)(1 << bit % 8);
+    for (size_t n = 0; n < n_whole && st == PL_EAGAIN;) {
+        const ssize_t more =
+            send(it.peer[PLI_LINK_DATA], message + n, n_whole - n, MSG_DONTWAIT);
+        n += (size_t)(more > 0 ? more : 0);
+        st = pl_comm_wait(it.world, ticket, 0);
+    }
+    for (int i = 0; i < 100 && st == PL_EAGAIN; i++)
+        st = pl_comm_wait(it.world, ticket, PLI_MS);
+    scene_fini(&it);
+    return st;
+}
+
+TEST(a_flipped_bit_anywhere_in_a_message_is_an_error)
+{
+    const size_t small = 64, large = 2 * BUCKET_ELEMS * sizeof(float);
+    CHECK_OK(average_with_flipped(small, SIZE_MAX));
+    CHECK_OK(average_with_flipped(large, SIZE_MAX));
+    for (size_t bit = 0; bit < 8 * (HEAD_BYTES + small + CRC_BYTES); bit += 3) {
+        if (!CHECK(average_with_flipped(small, bit) == PL_EPEER))
+            CHECK_MORE("bit %zu", bit);
+        CHECK_SAYS("arrived damaged");
+    }
+    for (size_t k = 0; k <= 10; k++) {
+        const size_t n_bits = 8 * (HEAD_BYTES + large + CRC_BYTES);
+        const size_t bit = k < 10 ? k * 1111111 % n_bits : n_bits - 1;
+        CHECK(average_with_flipped(large, bit) == PL_EPEER);
+        CHECK_SAYS("arrived damaged");
+    }
+}
+
 /* ---- invalid heads -------------------------------------------------------------- */
 
 static void send_head(const scene *it, pli_link_stream stream, uint64_t number,
                       uint64_t n_bytes)
 {
-    const uint64_t head[] = {number, 0, n_bytes};
+    uint64_t head[] = {number, 0, n_bytes, 0};
+    head[3] = pli_crc32c(0, head, 3 * sizeof *head);
     CHECK(send(it->peer[stream], head, sizeof head, MSG_NOSIGNAL) ==
           (ssize_t)sizeof head);
 }

@@ -7,6 +7,7 @@
 #include "bytes.h"
 #include "comm/hierarchy.h"
 #include "core/clock.h"
+#include "core/crc32c.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 
@@ -14,7 +15,8 @@ enum {
     HOSTS_N = 3,
     HOSTS_ME = 1,
     HOSTS_BIG = 1 << 14, /* elements of a range that ranks divide */
-    HOSTS_WAITS = 20
+    HOSTS_WAITS = 20,
+    HOSTS_HEAD_BYTES = 32
 };
 
 /* The input writes to ends[s]; the leader has fds[s]. */
@@ -36,16 +38,30 @@ static void close_sockets(const int *fds)
             (void)close(fds[s]);
 }
 
-/* Sends runs of bytes; the input gives the socket, the repeats, the size, the bytes. */
+/* Puts the right checksum into a head. */
+static void seal(uint8_t *head)
+{
+    const uint64_t crc = pli_crc32c(0, head, HOSTS_HEAD_BYTES - sizeof crc);
+    memcpy(head + HOSTS_HEAD_BYTES - sizeof crc, &crc, sizeof crc);
+}
+
+/* Sends runs of bytes; the input gives the socket, the repeats, the size, the bytes.  A
+ * run for this leader itself asks for a right checksum in the head of the next. */
 static void send_runs(const int *ends, bytes *from)
 {
+    int is_sealed = 0;
     while (from->n > 0) {
         const unsigned s = bytes_number(from) % (HOSTS_N * PLI_N_LINK_STREAMS);
         const unsigned n_times = 1 + bytes_number(from) % 128;
         const size_t n = bytes_number(from);
         const bytes run = bytes_take(from, n);
+        uint8_t sent[UINT8_MAX];
+        memcpy(sent, run.at, run.n);
+        if (is_sealed && run.n >= HOSTS_HEAD_BYTES)
+            seal(sent);
+        is_sealed = ends[s] < 0;
         for (unsigned i = 0; ends[s] >= 0 && i < n_times; i++)
-            (void)send(ends[s], run.at, run.n, MSG_DONTWAIT | MSG_NOSIGNAL);
+            (void)send(ends[s], sent, run.n, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
 }
 
