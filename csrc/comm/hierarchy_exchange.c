@@ -121,7 +121,7 @@ static pl_status fail_damaged(const hierarchy *self, int host, uint64_t number,
 {
     return pli_fail(
         PL_EPEER,
-        "rank %d: a message of %s arrived damaged (operation %llu, checksum "
+        "rank %d: %s sent a message that arrived damaged (operation %llu, checksum "
         "%08x, expected %08x): look for errors of network cards, cables and "
         "memory on these hosts and between them",
         self->super.rank, pli_links_name(self->links, host), count_of(number), received,

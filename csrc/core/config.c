@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 const char *pli_config_word(const char *name)
 {
@@ -41,4 +42,20 @@ pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out)
     *out = (int64_t)(seconds * 1e9);
 done:
     return st;
+}
+
+pl_status pli_config_check(pli_check_kind *out)
+{
+    static const char *const words[] = {[PLI_CHECK_ROTATE] = "rotate",
+                                        [PLI_CHECK_OFF] = "off",
+                                        [PLI_CHECK_ALL] = "all"};
+    const char *word = pli_config_word("PACELINE_CHECK");
+    int kind = PLI_CHECK_ROTATE;
+    while (word != NULL && kind <= PLI_CHECK_ALL && strcmp(word, words[kind]) != 0)
+        kind++;
+    if (kind > PLI_CHECK_ALL)
+        return pli_fail(PL_EINVAL, "PACELINE_CHECK is '%s': give off, rotate or all",
+                        word);
+    *out = (pli_check_kind)kind;
+    return PL_OK;
 }

@@ -1,5 +1,6 @@
 /* config.h - the only place that reads the environment.
  *
+ *   PACELINE_CHECK    off | rotate (the default) | all: the means that ranks compare
  *   PACELINE_ISA      plain | neon | avx2 | avx512: instruction set for reductions
  *   PACELINE_LIBCUDA  path of CUDA's driver, instead of libcuda.so.1
  *   PACELINE_LIBNCCL  path of NCCL, instead of torch's
@@ -27,5 +28,14 @@ int pli_config_cache_folder(char *out, size_t n_bytes);
 /* *out is PACELINE_TIMEOUT in nanoseconds, or `otherwise_ns` if it is not set;
  * PL_EINVAL unless it is a positive number of seconds. */
 pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out) PL_MUST_USE;
+
+typedef enum pli_check_kind {
+    PLI_CHECK_ROTATE,
+    PLI_CHECK_OFF,
+    PLI_CHECK_ALL
+} pli_check_kind;
+
+/* PACELINE_CHECK; PL_EINVAL if it is another word. */
+pl_status pli_config_check(pli_check_kind *out) PL_MUST_USE;
 
 #endif

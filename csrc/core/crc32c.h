@@ -1,7 +1,7 @@
 /* crc32c.h - the CRC-32C (Castagnoli) of bytes, as in iSCSI, ext4 and Btrfs.
  *
  * It finds every change of up to 32 successive bits, and any other change but one in
- * 2^32.  It does not resist an attacker, who can compute it.
+ * 2^32.  It does not resist attackers: they can compute it.
  */
 #ifndef PLI_CRC32C_H
 #define PLI_CRC32C_H

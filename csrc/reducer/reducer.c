@@ -26,7 +26,7 @@ static arena_layout lay_out_arena(const pl_reducer_spec *spec)
     const int n_ranks =
         spec->world_size > PL_MAX_RANKS ? spec->world_size : PL_MAX_RANKS;
     arena_layout at = {.late = spec->n_params, .roles = 2 * spec->n_params};
-    at.order = line_up(at.roles + (1 + sizeof(forward_bytes)) * (size_t)n_ranks);
+    at.order = line_up(at.roles + RANK_FLAG_BYTES * (size_t)n_ranks);
     at.extra = at.order + line_up(spec->n_params * sizeof(uint32_t));
     at.staging = at.extra + line_up(spec->extra_bytes);
     const size_t end = at.staging + line_up(spec->staging_bytes);
@@ -149,6 +149,7 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
     self->backend = backend;
     self->spec.n_params = spec->n_params;
     PL_TRY(allocate(spec, self));
+    PL_TRY(pli_config_check(&self->check.kind));
     PL_TRY(copy_each_cap(&spec->caps, &each));
     self->spec = *spec;
     self->spec.params = self->params;
@@ -274,6 +275,7 @@ pl_status pl_reducer_begin(pl_reducer *self)
     self->is_ordered = 0;
     memset(used_of(self), 0, n_flag_bytes(self));
     roles_of(self)[pl_comm_rank(self->comm)] = PL_ACTIVE;
+    pli_reducer_send_check(self);
     self->root = pl_reducer_next_root(self);
     arm_buckets(self);
     self->step++;

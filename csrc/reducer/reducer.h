@@ -22,8 +22,8 @@
  *
  * The arena:
  *
- *     [ used: n bytes ][ late: n bytes ][ roles ][ forwards ][ order: n uint32 ]
- *     [ extra ][ staging ][ buckets ]
+ *     [ used: n bytes ][ late: n bytes ][ roles ][ forwards ][ checks ]
+ *     [ order: n uint32 ][ extra ][ staging ][ buckets ]
  *
  * Each step broadcasts `extra`, whose contents the caller chooses.  The root is rank 0
  * at first, and then the lowest rank that was active in the step before.  The caller
@@ -136,7 +136,8 @@ void pl_reducer_set_sparse(pl_reducer *reducer, size_t param, unsigned n_dims);
 
 pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
 
-/* Waits for the means.  PL_EAGAIN after about slice_ns. */
+/* Waits for the means.  PL_EAGAIN after about slice_ns; PL_EMISMATCH, on every rank, if
+ * ranks got different means in the step before (reducer_check.c). */
 pl_status pl_reducer_wait(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
 /* After `wait`: makes later work on the stream wait for the means.  The call itself

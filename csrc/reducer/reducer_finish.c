@@ -251,6 +251,8 @@ pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
         memset(late_of(self), 0, self->spec.n_params);
     } else {
         pli_reducer_read_participation(self);
+        PL_TRY(pli_reducer_compare_means(self));
+        pli_reducer_sum_means(self);
     }
     self->phase = REDUCER_REDUCED;
 done:
@@ -380,6 +382,8 @@ static pl_status forget(pl_reducer *self)
     PL_TRY(pli_reducer_lay_out(self, NULL, &self->spec.caps));
     self->learning = LEARNING_NOTHING;
     self->participation = pli_reducer_full_participation(self);
+    self->check.crc = 0;
+    self->check.n_steps = 0;
     for (size_t i = 0; i < self->spec.n_params; i++) {
         self->slots[i] = (slot_state){0};
         self->backups[i].is_taken = 0;
@@ -392,6 +396,12 @@ pl_status pl_reducer_recover(pl_reducer *self, int64_t slice_ns)
 {
     pl_status st = PL_OK;
     pl_recovery recovery = PL_NOTHING_FAILED;
+    if (self->check.has_failed)
+        PL_FAIL(
+            PL_EMISMATCH,
+            "rank %d: the ranks' weights differ since step %llu: load a checkpoint, "
+            "and wrap the model anew on every rank",
+            pl_comm_rank(self->comm), (unsigned long long)self->check.step);
     if (self->phase != REDUCER_FAILED) {
         st = pl_comm_progress(self->comm);
         if (st != PL_OK)

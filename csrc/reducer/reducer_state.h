@@ -2,6 +2,7 @@
 #ifndef PLI_REDUCER_STATE_H
 #define PLI_REDUCER_STATE_H
 
+#include "core/config.h"
 #include "reducer.h"
 #include "reducer_pack.h"
 
@@ -53,6 +54,16 @@ typedef struct backup {
     int is_taken;
 } backup;
 
+/* The check of means: reducer_check.c. */
+typedef struct means_check {
+    pli_check_kind kind;
+    int has_failed; /* the ranks' weights differ */
+    uint32_t crc;   /* of means of `step`, in two buckets and those between; 0: none */
+    uint64_t step;
+    size_t first_bucket, last_bucket;
+    uint64_t n_steps; /* taken by all ranks since the start, or the last failure */
+} means_check;
+
 /* Where the parts of the arena begin: reducer.h. */
 typedef struct arena_layout {
     size_t late, roles, order, extra, staging, buckets;
@@ -81,7 +92,8 @@ struct pl_reducer {
     uint32_t n_ready;
     size_t n_ready_params;
     pl_participation participation; /* of the last step */
-    int root;                       /* of this step's broadcasts */
+    means_check check;
+    int root; /* of this step's broadcasts */
     pl_ticket last_ticket;
     pl_ticket ticket_before; /* last_ticket when the step began */
 };
@@ -113,11 +125,22 @@ static inline forward_bytes *forwards_of(const pl_reducer *self)
     return (forward_bytes *)(roles_of(self) + pl_comm_world_size(self->comm));
 }
 
-/* The bytes that every step reduces: used, late, roles and forwards. */
+/* A rank's checksum of means. */
+typedef unsigned char check_bytes[4];
+
+/* One per rank. */
+static inline check_bytes *checks_of(const pl_reducer *self)
+{
+    return (check_bytes *)(forwards_of(self) + pl_comm_world_size(self->comm));
+}
+
+enum { RANK_FLAG_BYTES = 1 + sizeof(forward_bytes) + sizeof(check_bytes) };
+
+/* The bytes that every step reduces: used, late, roles, forwards and checks. */
 static inline size_t n_flag_bytes(const pl_reducer *self)
 {
     return 2 * self->spec.n_params +
-           (1 + sizeof(forward_bytes)) * (size_t)pl_comm_world_size(self->comm);
+           RANK_FLAG_BYTES * (size_t)pl_comm_world_size(self->comm);
 }
 
 static inline char *slot_memory(const pl_reducer *self, size_t param)
@@ -149,6 +172,13 @@ void pli_reducer_read_participation(pl_reducer *self);
 
 /* The participation with all ranks active, as before the first step. */
 pl_participation pli_reducer_full_participation(const pl_reducer *self);
+
+/* Computes the checksum of means that are in place; puts it into the next flags. */
+void pli_reducer_sum_means(pl_reducer *self);
+void pli_reducer_send_check(pl_reducer *self);
+
+/* PL_EMISMATCH, on every rank, if the ranks have sent different checksums. */
+pl_status pli_reducer_compare_means(pl_reducer *self) PL_MUST_USE;
 
 /* Records that a bucket has all its gradients. */
 static inline void pli_reducer_record_ready(const pl_reducer *self, size_t b)

@@ -1,0 +1,122 @@
+/* reducer_check.c - checks that all ranks get the same means.
+ *
+ * After each step a rank computes a checksum of means that it got, and sends it with
+ * the flags of the next step.  The ranks count the steps that they took together, and
+ * each step has a window on the means: 1/16 of them and at least 64 KiB, so that this
+ * costs less than 1 % of an exchange; or all of them.  Ranks with other bits have other
+ * weights from then on, so no further step can be taken.
+ */
+#include <string.h>
+
+#include "comm/hierarchy.h"
+#include "core/crc32c.h"
+#include "reducer.h"
+#include "reducer_state.h"
+
+enum { WINDOWS = 16, WINDOW_LEAST_BYTES = 1 << 16 };
+
+/* A world of one host has no network.  Over a process group, sums are the group's. */
+static int is_checked(const pl_reducer *self)
+{
+    const pl_comm *comm = self->comm;
+    const int is_between_hosts = comm->host == NULL && !comm->is_group_comm;
+    return comm->world_size > 1 && comm->backend == NULL &&
+           self->comm_hook.post == NULL &&
+           (self->check.kind == PLI_CHECK_ALL ||
+            (self->check.kind == PLI_CHECK_ROTATE && is_between_hosts));
+}
+
+void pli_reducer_send_check(pl_reducer *self)
+{
+    memcpy(checks_of(self) + pl_comm_rank(self->comm), &self->check.crc,
+           sizeof self->check.crc);
+}
+
+/* The part of the next window that is in a bucket; 0 if there is none. */
+static size_t cut_to_window(const pl_reducer *self, size_t b, size_t *first)
+{
+    const pl_bucket_plan *bucket = &self->plan->buckets[b];
+    const size_t n_all = self->plan->n_bytes;
+    const size_t n_least = n_all / WINDOWS + PL_CACHE_LINE;
+    const size_t n = self->check.kind == PLI_CHECK_ALL ? n_all
+                     : n_least > WINDOW_LEAST_BYTES    ? n_least
+                                                       : WINDOW_LEAST_BYTES;
+    const size_t begin = self->check.n_steps % ((n_all + n - 1) / n) * n;
+    size_t end = bucket->offset_bytes + bucket->n_elems * pl_dtype_bytes(bucket->dtype);
+    *first = bucket->offset_bytes > begin ? bucket->offset_bytes : begin;
+    end = end < begin + n ? end : begin + n;
+    return end > *first ? end - *first : 0;
+}
+
+void pli_reducer_sum_means(pl_reducer *self)
+{
+    means_check *check = &self->check;
+    check->crc = 0;
+    check->step = self->step;
+    if (!is_checked(self) || self->plan->n_bytes == 0)
+        return;
+    for (size_t b = 0; b < self->plan->n_buckets; b++) {
+        size_t first;
+        const size_t n_bytes = cut_to_window(self, b, &first);
+        if (n_bytes == 0)
+            continue;
+        check->first_bucket = check->crc == 0 ? b : check->first_bucket;
+        check->last_bucket = b;
+        check->crc =
+            pli_crc32c(check->crc, self->arena + self->at.buckets + first, n_bytes);
+        check->crc += check->crc == 0; /* 0: a rank has none */
+    }
+    check->n_steps++;
+}
+
+static void name_rank(const pl_comm *comm, int rank, char *out, size_t n_bytes)
+{
+    const int host = pli_hierarchy_host_of(comm, rank);
+    if (host < 0)
+        pli_text_print(out, n_bytes, "rank %d", rank);
+    else
+        pli_text_print(out, n_bytes, "rank %d (host %d)", rank, host);
+}
+
+static pl_status fail_different(const pl_reducer *self, int odd, int other)
+{
+    enum { NAME_BYTES = 48 };
+    char odd_name[NAME_BYTES], other_name[NAME_BYTES];
+    const means_check *check = &self->check;
+    name_rank(self->comm, odd, odd_name, sizeof odd_name);
+    name_rank(self->comm, other, other_name, sizeof other_name);
+    return pli_fail(
+        PL_EMISMATCH,
+        "rank %d: %s got other means than %s at the end of step %llu, in buckets %zu "
+        "to "
+        "%zu of %zu, so their weights differ: look for errors of memory and network on "
+        "these hosts, load a checkpoint, and wrap the model anew on every rank",
+        pl_comm_rank(self->comm), odd_name, other_name, (unsigned long long)check->step,
+        check->first_bucket + 1, check->last_bucket + 1, self->plan->n_buckets);
+}
+
+pl_status pli_reducer_compare_means(pl_reducer *self)
+{
+    int first = -1, odd = -1, n_first = 0, n_odd = 0;
+    uint32_t crcs[2] = {0, 0};
+    for (int r = 0; r < pl_comm_world_size(self->comm); r++) {
+        uint32_t crc;
+        memcpy(&crc, checks_of(self) + r, sizeof crc);
+        if (crc == 0)
+            continue;
+        if (first < 0) {
+            first = r;
+            crcs[0] = crc;
+        } else if (odd < 0 && crc != crcs[0]) {
+            odd = r;
+            crcs[1] = crc;
+        }
+        n_first += crc == crcs[0];
+        n_odd += odd >= 0 && crc == crcs[1];
+    }
+    if (odd < 0)
+        return PL_OK;
+    self->check.has_failed = 1;
+    return n_odd > n_first ? fail_different(self, first, odd)
+                           : fail_different(self, odd, first);
+}
