@@ -14,6 +14,7 @@ RUN_PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     ROOT / "notebooks" / "README.md",
 ]
 PAGES = RUN_PAGES + OTHER_PAGES

@@ -134,9 +134,11 @@ def _is_seconds(text: str) -> bool:
 
 
 _is_flag = re.compile("[01]").fullmatch
+_is_check = re.compile("off|rotate|all").fullmatch
 _is_isa = re.compile("plain|neon|avx2|avx512").fullmatch
 VARIABLES: dict[str, tuple[Callable[[str], object], str]] = {
     "PACELINE_CFLAGS": (str, ""),  # any value is right
+    "PACELINE_CHECK": (_is_check, "off, rotate or all"),
     "PACELINE_CPU_REPLICAS": (
         re.compile(r"\s*\+?0*[1-9]\d*\s*").fullmatch,
         "a whole number from 1 on",
