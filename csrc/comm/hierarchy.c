@@ -257,7 +257,7 @@ static const pl_comm_ops hierarchy_ops = {
 int pli_hierarchy_host_of(const pl_comm *comm, int rank)
 {
     const hierarchy *self = (const hierarchy *)(const void *)comm;
-    return comm->ops == &hierarchy_ops ? host_of_rank(self, rank) : -1;
+    return comm->ops == &hierarchy_ops ? host_of_rank(self, rank) : 0;
 }
 
 size_t pli_hierarchy_inner_ops(size_t n_ops)

@@ -47,7 +47,7 @@ size_t pli_hierarchy_inner_ops(size_t n_ops);
 pl_status pli_hierarchy_create(const pli_hierarchy_options *options,
                                pl_comm **out) PL_MUST_USE;
 
-/* The host of a rank; -1 unless the world is one of several hosts. */
+/* The host of a rank; 0 unless the world is one of several hosts. */
 int pli_hierarchy_host_of(const pl_comm *comm, int rank);
 
 #endif

@@ -69,54 +69,32 @@ void pli_reducer_sum_means(pl_reducer *self)
     check->n_steps++;
 }
 
-static void name_rank(const pl_comm *comm, int rank, char *out, size_t n_bytes)
-{
-    const int host = pli_hierarchy_host_of(comm, rank);
-    if (host < 0)
-        pli_text_print(out, n_bytes, "rank %d", rank);
-    else
-        pli_text_print(out, n_bytes, "rank %d (host %d)", rank, host);
-}
-
-static pl_status fail_different(const pl_reducer *self, int odd, int other)
-{
-    enum { NAME_BYTES = 48 };
-    char odd_name[NAME_BYTES], other_name[NAME_BYTES];
-    const means_check *check = &self->check;
-    name_rank(self->comm, odd, odd_name, sizeof odd_name);
-    name_rank(self->comm, other, other_name, sizeof other_name);
-    return pli_fail(
-        PL_EMISMATCH,
-        "rank %d: %s got other means than %s at the end of step %llu, in buckets %zu "
-        "to "
-        "%zu of %zu, so their weights differ: look for errors of memory and network on "
-        "these hosts, load a checkpoint, and wrap the model anew on every rank",
-        pl_comm_rank(self->comm), odd_name, other_name, (unsigned long long)check->step,
-        check->first_bucket + 1, check->last_bucket + 1, self->plan->n_buckets);
-}
-
 pl_status pli_reducer_compare_means(pl_reducer *self)
 {
-    int first = -1, odd = -1, n_first = 0, n_odd = 0;
-    uint32_t crcs[2] = {0, 0};
+    pl_status st = PL_OK;
+    int first = -1;
+    uint32_t first_crc = 0;
     for (int r = 0; r < pl_comm_world_size(self->comm); r++) {
         uint32_t crc;
         memcpy(&crc, checks_of(self) + r, sizeof crc);
-        if (crc == 0)
+        if (crc == 0 || crc == first_crc)
             continue;
-        if (first < 0) {
-            first = r;
-            crcs[0] = crc;
-        } else if (odd < 0 && crc != crcs[0]) {
-            odd = r;
-            crcs[1] = crc;
+        if (first >= 0) {
+            self->check.has_failed = 1;
+            PL_FAIL(
+                PL_EMISMATCH,
+                "rank %d: rank %d (host %d) and rank %d (host %d) got different means "
+                "at the end of step %llu, in buckets %zu to %zu of %zu, so their "
+                "weights differ: look for errors of memory and network on these "
+                "hosts, load a checkpoint, and wrap the model anew on every rank",
+                pl_comm_rank(self->comm), r, pli_hierarchy_host_of(self->comm, r),
+                first, pli_hierarchy_host_of(self->comm, first),
+                (unsigned long long)self->check.step, self->check.first_bucket + 1,
+                self->check.last_bucket + 1, self->plan->n_buckets);
         }
-        n_first += crc == crcs[0];
-        n_odd += odd >= 0 && crc == crcs[1];
+        first = r;
+        first_crc = crc;
     }
-    if (odd < 0)
-        return PL_OK;
-    self->check.has_failed = 1;
-    return n_odd > n_first ? fail_different(self, first, odd)
-                           : fail_different(self, odd, first);
+done:
+    return st;
 }

@@ -39,7 +39,7 @@ static pl_status take_step(const pair *it, size_t n_params, size_t damaged)
     for (int r = 0; r < 2; r++) {
         found[r] = pl_reducer_wait(it->reducers[r], RANKS_SLICE_NS);
         if (found[r] != PL_OK)
-            CHECK_SAYS("rank 1 got other means than rank 0");
+            CHECK_SAYS("rank 1 (host 0) and rank 0 (host 0) got different means");
     }
     CHECK(found[0] == found[1]);
     if (found[0] == PL_OK)
