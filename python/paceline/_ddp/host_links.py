@@ -1,58 +1,100 @@
 """Connections between the first ranks of hosts: see csrc/comm/links.h.
 
-Each first rank listens at its own port while the world is made.  A caller proves by a
-token, which the process group carried, that it is a first rank too.
+Each first rank listens while the world is made, at the addresses that the process group
+uses.  Both ends of a connection prove that they have the job's key, by an HMAC over
+random numbers that both have drawn for this connection::
+
+    listener                                 caller
+    greeting, random number      -------->
+                                 <--------   host, stream, random number, proof
+    proof                        -------->
+
+The listener reads from all callers at the same time.  So one that proves nothing, or
+sends slowly, delays no other.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hmac
+import ipaddress
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline import _native
 
 N_STREAMS = _native.N_LINK_STREAMS
-_HELLO = struct.Struct("!16sHB")  # the listener's token, the caller's host, a stream
-_WELCOME = b"\x01"
-_CONNECT_SECONDS = 5.0
+_GREETING = struct.Struct("!16s32s")
+_MAGIC = b"paceline links 2"
+_WHO = struct.Struct("!HB32s")  # the caller's host, a stream, a random number
+_RANDOM_BYTES = _PROOF_BYTES = 32
+_CALL_BYTES = _WHO.size + _PROOF_BYTES
+_PROOF_SECONDS = 2.0
+"""How long a caller may take to prove that it is a first rank."""
+_TRY_SECONDS = 3.0
+"""How long a caller waits for one address before it tries the next."""
+_MOST_CALLERS = 128
+"""How many callers may be about to prove something; the oldest is dropped."""
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_ADVICE = (
+    "open TCP between the hosts' addresses, or name their interface by "
+    "GLOO_SOCKET_IFNAME"
+)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Where the first rank of a host listens."""
+    """Where the first rank of a host listens: the likeliest address first."""
 
-    addresses: tuple[str, ...]  # that may reach it, the likeliest first
-    port: int
-    token: bytes  # which a caller must send
+    addresses: tuple[tuple[str, int], ...]  # with ports
+
+    def __post_init__(self) -> None:
+        for address, port in self.addresses:
+            ipaddress.ip_address(address)
+            if not 0 < port < 1 << 16:
+                raise ValueError(f"port {port} is out of range")
+
+    def __str__(self) -> str:
+        return " or ".join(f"{address} port {port}" for address, port in self.addresses)
 
 
 class LinkListener:
-    """Listens for the first ranks of hosts with higher numbers."""
+    """Listens for the first ranks of hosts with higher numbers.
+
+    Raises ``OSError`` if it cannot listen at any address.
+    """
 
     def __init__(self) -> None:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=both, backlog=512
-        )
-        port = self._server.getsockname()[1]
-        self.offer = Offer(own_addresses(), port, secrets.token_bytes(16))
+        self._servers: list[socket.socket] = []
+        problems = []
+        for address in own_addresses():
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                server = socket.create_server((address, 0), family=family, backlog=512)
+                self._servers.append(server)
+            except OSError as error:
+                problems.append(f"{address}: {error}")
+        if not self._servers:
+            raise OSError(f"cannot listen at any address ({'; '.join(problems)})")
+        names = [server.getsockname() for server in self._servers]
+        self.offer = Offer(tuple((name[0], name[1]) for name in names))
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.close()
+        close_all(self._servers)
 
     def connect_all(
-        self, offers: Sequence[Offer], host: int, seconds: float
+        self, offers: Sequence[Offer], host: int, key: bytes, seconds: float
     ) -> list[socket.socket | None]:
         """Return the sockets to all other hosts, `N_STREAMS` each; None for this one.
 
@@ -62,12 +104,13 @@ class LinkListener:
         until = time.monotonic() + seconds
         sockets: list[socket.socket | None] = [None] * (len(offers) * N_STREAMS)
         try:
-            for other in range(host):
-                found = _connect(offers[other], host, other, until)
-                sockets[other * N_STREAMS : (other + 1) * N_STREAMS] = found
-            n_missing = (len(offers) - 1 - host) * N_STREAMS
-            while n_missing > 0:
-                n_missing -= self._accept(sockets, host, until)
+            for other, offer in enumerate(offers[:host]):
+                addresses = deque(offer.addresses)
+                for stream in range(N_STREAMS):
+                    who = _WHO.pack(host, stream, secrets.token_bytes(_RANDOM_BYTES))
+                    found = _call(addresses, f"host {other}", who, key, until)
+                    sockets[other * N_STREAMS + stream] = found
+            self._accept_all(sockets, (host + 1) * N_STREAMS, key, until)
         except BaseException:
             close_all(sockets)
             raise
@@ -78,29 +121,97 @@ class LinkListener:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return sockets
 
-    def _accept(
-        self, sockets: list[socket.socket | None], host: int, until: float
-    ) -> int:
-        """Accept a caller if it is expected; return the number accepted."""
-        self._server.settimeout(_seconds_left(until))
+    def _accept_all(
+        self, sockets: list[socket.socket | None], first: int, key: bytes, until: float
+    ) -> None:
+        """Fill `sockets` from `first` on with those of the hosts that call."""
+        callers = _Callers(self._servers, key)
         try:
-            found, _ = self._server.accept()
-        except TimeoutError:
-            later = range(host + 1, len(sockets) // N_STREAMS)
-            missing = [h for h in later if sockets[h * N_STREAMS] is None]
-            raise TimeoutError(f"hosts {missing} have not connected") from None
+            while missing := [n for n in range(first, len(sockets)) if not sockets[n]]:
+                if time.monotonic() > until:
+                    hosts = sorted({at // N_STREAMS for at in missing})
+                    raise TimeoutError(
+                        f"hosts {hosts} have not connected to {self.offer}: {_ADVICE}"
+                    )
+                for at, found in callers.poll():
+                    if at in missing and sockets[at] is None:
+                        sockets[at] = found
+                    else:
+                        found.close()
+        finally:
+            callers.close()
+
+
+@dataclass
+class _Caller:
+    socket: socket.socket
+    random: bytes  # sent to it
+    until: float
+    received: bytes = b""
+
+
+class _Callers:
+    """Connections of callers that have proven nothing yet."""
+
+    def __init__(self, servers: Sequence[socket.socket], key: bytes) -> None:
+        self._key = key
+        self._selector = selectors.DefaultSelector()
+        for server in servers:
+            server.setblocking(False)
+            self._selector.register(server, selectors.EVENT_READ)
+
+    def poll(self) -> Iterator[tuple[int, socket.socket]]:
+        """Yield the sockets of callers with a proof, and their places."""
+        for caller in self._all()[:-_MOST_CALLERS]:
+            self._take(caller).close()
+        for caller in self._all():
+            if time.monotonic() > caller.until:
+                self._take(caller).close()
+        for ready, _ in self._selector.select(0.1):
+            if ready.data is not None:
+                yield from self._read(ready.data)
+            else:
+                self._greet(ready.fileobj)
+
+    def close(self) -> None:
+        """Close the connections."""
+        close_all([caller.socket for caller in self._all()])
+        self._selector.close()
+
+    def _all(self) -> list[_Caller]:
+        keys = self._selector.get_map().values()
+        return [key.data for key in keys if key.data is not None]
+
+    def _take(self, caller: _Caller) -> socket.socket:
+        self._selector.unregister(caller.socket)
+        return caller.socket
+
+    def _greet(self, server: Any) -> None:
         with suppress(OSError):
-            found.settimeout(min(_CONNECT_SECONDS, _seconds_left(until)))
-            token, other, stream = _HELLO.unpack(_receive(found, _HELLO.size))
-            at = other * N_STREAMS + stream
-            is_expected = host < other and stream < N_STREAMS and at < len(sockets)
-            is_known = secrets.compare_digest(token, self.offer.token)
-            if is_known and is_expected and sockets[at] is None:
-                found.sendall(_WELCOME)
-                sockets[at] = found
-                return 1
+            found, _ = server.accept()
+            found.setblocking(False)
+            until = time.monotonic() + _PROOF_SECONDS
+            caller = _Caller(found, secrets.token_bytes(_RANDOM_BYTES), until)
+            self._selector.register(found, selectors.EVENT_READ, caller)
+            found.send(_GREETING.pack(_MAGIC, caller.random))
+
+    def _read(self, caller: _Caller) -> Iterator[tuple[int, socket.socket]]:
+        part = b""
+        with suppress(OSError):
+            part = caller.socket.recv(_CALL_BYTES - len(caller.received))
+        caller.received += part
+        if part and len(caller.received) < _CALL_BYTES:
+            return
+        found = self._take(caller)
+        who, proof = caller.received[: _WHO.size], caller.received[_WHO.size :]
+        expected = _prove(self._key, b"caller", caller.random, who)
+        with suppress(OSError):
+            if hmac.compare_digest(proof, expected):
+                found.send(_prove(self._key, b"listener", caller.random, who))
+                host, stream, _ = _WHO.unpack(who)
+                yield host * N_STREAMS + min(stream, N_STREAMS - 1), found
+                return
         found.close()
-        return 0
 
 
 def close_all(sockets: Sequence[socket.socket | None]) -> None:
@@ -110,8 +221,8 @@ def close_all(sockets: Sequence[socket.socket | None]) -> None:
             each.close()
 
 
-def _seconds_left(until: float) -> float:
-    return max(until - time.monotonic(), 0.001)
+def _prove(key: bytes, side: bytes, random: bytes, who: bytes) -> bytes:
+    return hmac.digest(key, side + random + who, "sha256")
 
 
 def _receive(found: socket.socket, n_bytes: int) -> bytes:
@@ -124,40 +235,59 @@ def _receive(found: socket.socket, n_bytes: int) -> bytes:
     return parts
 
 
-def _connect(offer: Offer, host: int, other: int, until: float) -> list[socket.socket]:
-    """Return the sockets to a host, by the first of its addresses that answers."""
-    problems: list[str] = []
-    for address in offer.addresses:
-        found: list[socket.socket] = []
+def _call(
+    addresses: deque[tuple[str, int]], name: str, who: bytes, key: bytes, until: float
+) -> socket.socket:
+    """Return a socket to a host; the address that has answered is the first then."""
+    offer, problems = Offer(tuple(addresses)), {}
+    while addresses and (left := until - time.monotonic()) > 0:
+        address = addresses[0]
         try:
-            for stream in range(N_STREAMS):
-                seconds = min(_CONNECT_SECONDS, _seconds_left(until))
-                found.append(socket.create_connection((address, offer.port), seconds))
-                found[-1].sendall(_HELLO.pack(offer.token, host, stream))
-            for each in found:  # that host may be connecting to others first
-                each.settimeout(_seconds_left(until))
-                _receive(each, len(_WELCOME))
-            return found
+            found = socket.create_connection(address, min(_TRY_SECONDS, left))
+            try:
+                return _prove_both(found, who, key)
+            except BaseException:
+                found.close()
+                raise
+        except (TimeoutError, ConnectionResetError, BrokenPipeError) as error:
+            problems[address] = error  # the host may be busy, or flooded by strangers
+            addresses.rotate(-1)
+            time.sleep(0.02)
         except OSError as error:
-            problems.append(f"{address}: {error}")
-            close_all(found)
-    raise ConnectionError(
-        f"host {other} cannot be reached at port {offer.port} ({'; '.join(problems)})"
-    )
+            problems[address] = error
+            addresses.remove(address)
+    words = "; ".join(f"{at[0]}: {problem}" for at, problem in problems.items())
+    raise ConnectionError(f"{name} cannot be reached at {offer} ({words}): {_ADVICE}")
+
+
+def _prove_both(found: socket.socket, who: bytes, key: bytes) -> socket.socket:
+    """Prove the key to a listener, and check that it has the key too."""
+    magic, random = _GREETING.unpack(_receive(found, _GREETING.size))
+    if magic != _MAGIC:
+        raise ConnectionError(f"another program, or version, answers ({magic!r})")
+    found.sendall(who + _prove(key, b"caller", random, who))
+    answer = _receive(found, _PROOF_BYTES)
+    if not hmac.compare_digest(answer, _prove(key, b"listener", random, who)):
+        raise ConnectionError("the listener is not of this job")
+    return found
 
 
 # ---- this host's addresses ----------------------------------------------------------
 
 
 def own_addresses() -> tuple[str, ...]:
-    """Return this host's addresses: first those that Gloo would choose, then others."""
+    """Return this host's addresses: first those that Gloo would choose, then others.
+
+    The loopback is only among them if there are no others.
+    """
     found: dict[str, None] = {}
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         found.update(dict.fromkeys(_addresses_of(name)))
     if not found:
         found.update(dict.fromkeys(_address_towards(os.environ.get("MASTER_ADDR"))))
         found.update(dict.fromkeys(_addresses_of_name(socket.gethostname())))
-    return tuple(found) or ("127.0.0.1",)
+    others = [name for name in found if not ipaddress.ip_address(name).is_loopback]
+    return tuple(others or found) or ("127.0.0.1",)
 
 
 def _addresses_of(interface: str) -> list[str]:
