@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import reprlib
+import struct
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal
+from typing import Any, Generic, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from typing_extensions import TypeVar  # torch depends on it
 
-from paceline._checksum import ChecksumWriter, damage_of
+from paceline._checksum import damage_of, save_summed
 from paceline._files import write_whole
 
 PREFIX = "module."
 _RNG = "rng"
+_log = logging.getLogger("paceline")
 
 Wrapped = TypeVar("Wrapped", bound=torch.nn.Module, default=Any)
 
@@ -163,8 +167,7 @@ def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     """Return the random states of all ranks in plain containers; used on rank 0."""
     rank, n_ranks = _rank_and_ranks(process_group)
     of_numpy: Any = np.random.get_state(legacy=False)
-    for name, value in of_numpy["state"].items():
-        of_numpy["state"][name] = value.tolist() if hasattr(value, "tolist") else value
+    of_numpy = _lists(of_numpy)  # Philox has arrays in two places
     mine = {"torch": torch.get_rng_state(), "cuda": [], "numpy": of_numpy}
     mine["python"] = random.getstate()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -177,6 +180,54 @@ def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
     dist.gather_object(mine, states if rank == 0 else None, first, process_group)
     return states
+
+
+def _lists(value: Any) -> Any:
+    """Return a dict with lists in place of arrays."""
+    if isinstance(value, dict):
+        return {name: _lists(part) for name, part in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _takes(name: str, state: Any) -> bool:
+    """Set a state in a copy of a generator; tell whether the generator can use it."""
+    if name == "cuda":  # a seed and an offset for each GPU
+        pairs = [struct.unpack("<QQ", one.cpu().numpy()) for one in state]
+        return type(state) is list and all(offset % 4 == 0 for _, offset in pairs)
+    if name == "torch":
+        torch.Generator().set_state(state.cpu())
+        # If these two do not belong together, torch reads other memory.
+        _, left, _, used = struct.unpack_from("<QiiQ", state.cpu().numpy())
+        return left + used == 625 or (left, used) == (1, 0)
+    if name == "python":
+        copy = random.Random()
+        copy.setstate(state)
+        return copy.getstate() == state and isinstance(state[2], float | None)
+    current = getattr(np.random, "get_bit_generator", np.random.MT19937)()
+    of_numpy: Any = np.random.RandomState(type(current)())
+    of_numpy.set_state(state)
+    # NumPy does not check these; it reads other memory if a position is wrong.
+    most = {"pos": 624, "buffer_pos": 4, "has_gauss": 1, "has_uint32": 1}
+    numbers = {**state, **state["state"]}
+    are_right = all(0 <= numbers.get(key, 0) <= most[key] for key in most)
+    return are_right and _lists(of_numpy.get_state(legacy=False)) == state
+
+
+def _check_random_states(path: Any, of_ranks: Any) -> None:
+    """Raise ValueError unless the states of all ranks in a file can be set."""
+    for rank, states in enumerate(of_ranks if type(of_ranks) is list else [of_ranks]):
+        for name in ("torch", "cuda", "numpy", "python"):
+            state = states.get(name) if type(states) is dict else states
+            is_right, why = False, None
+            try:
+                is_right = _takes(name, state)
+            except Exception as error:  # the file may hold anything
+                why = error
+            if not is_right:
+                raise ValueError(
+                    f"{path}: {_RNG}[{rank}][{name!r}] is {reprlib.repr(state)}, which "
+                    "the random number generator here cannot use: omit rng=True"
+                ) from why
 
 
 def _set_random_states(path: Any, of_ranks: list[Any]) -> None:
@@ -258,7 +309,8 @@ def save(
     Notes
     -----
     The format is that of ``torch.save``, with a checksum in the comment of the zip
-    archive.  ``torch.load`` reads it too.
+    archive.  ``torch.load`` reads it too.  :func:`load` refuses the file if any byte
+    has changed, or if the checksum was removed.
     """
     if prefix not in ("keep", "strip"):
         raise ValueError(f"prefix is {prefix!r}: give 'keep' or 'strip'")
@@ -270,12 +322,7 @@ def save(
         return
     state = _plain(obj, prefix == "strip")
 
-    def write(file: BinaryIO) -> None:
-        summed: Any = ChecksumWriter(file)
-        torch.save(state, summed)
-        summed.finish()
-
-    write_whole(Path(path), write)
+    write_whole(Path(path), lambda file: save_summed(state, file))
     # Warn now, not at the restart, if load() would refuse the file.
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
     if find and os.path.isfile(path) and (refused := find(str(path))):
@@ -296,6 +343,10 @@ def load(
     **objects: Any,
 ) -> Any:
     """Read a file of :func:`save` or ``torch.save``, with any prefix of keys.
+
+    Files of ``torch.save``, and file objects, have no checksum that is compared: their
+    content may have changed.  Each such load logs this for the logger ``"paceline"``,
+    at the level INFO.
 
     Parameters
     ----------
@@ -327,8 +378,9 @@ def load(
         If the file is damaged.  Also if its parameters do not match the model, with
         torch's list of differences; parameters that match, and optimizers, are loaded.
     ValueError
-        If the file has no entry for one of `objects`, or if an optimizer has other
-        numbers of parameters than its entry.  No object is changed then.
+        If the file has no entry for one of `objects`, if an optimizer has other numbers
+        of parameters than its entry, or if a rank's random states cannot be restored.
+        Nothing is changed then.
 
     Examples
     --------
@@ -341,11 +393,14 @@ def load(
     if module is not None and (objects or rng):
         raise ValueError("name the model by its key: load(path, model=model, ...)")
     is_path = isinstance(path, str | os.PathLike)
-    if is_path and (damage := damage_of(path)) is not None:
+    damage = damage_of(path) if is_path else ""
+    if damage:
         raise RuntimeError(
             f"{os.fspath(path)} is damaged: {damage}. Load an earlier checkpoint, or "
             "delete this one and start over."
         )
+    if damage is not None:
+        _log.info("%s has no checksum: torch may load changed bytes as they are", path)
     if objects and map_location is None:
         map_location = "cpu"
     state = torch.load(path, map_location=map_location, weights_only=weights_only)
@@ -355,6 +410,8 @@ def load(
         for name in wanted:
             if name not in parts:
                 raise ValueError(f"{path} has no {name!r}: it holds {list(parts)}")
+        if rng:
+            _check_random_states(path, state[_RNG])
         pairs = [pair for n in objects for pair in _pairs(n, objects[n], state[n])]
         # Optimizers first: they are loaded even if a model then raises.
         pairs.sort(key=lambda pair: not isinstance(pair[0], torch.optim.Optimizer))

@@ -139,7 +139,7 @@ def test_ranks_and_one_process_take_over_from_each_other(path):
 
 
 def test_the_gpus_that_are_there_get_their_states(path, monkeypatch):
-    states = [torch.full((16,), n, dtype=torch.uint8) for n in range(3)]
+    states = [torch.full((16,), 4 * n, dtype=torch.uint8) for n in range(3)]
     put = {}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -149,6 +149,126 @@ def test_the_gpus_that_are_there_get_their_states(path, monkeypatch):
     paceline.save({}, path, rng=True)
     assert paceline.load(path, rng=True) == {}
     assert [put[i].tolist() for i in put] == [s.tolist() for s in states[:2]]
+
+
+GENERATORS = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
+
+
+@pytest.fixture
+def numpys_generator():
+    before = np.random.get_bit_generator()
+    yield np.random.set_bit_generator
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_generator_of_numpy_goes_on(path, numpys_generator, name):
+    numpys_generator(getattr(np.random, name)(5))
+    random.gauss(0, 1)
+    np.random.randn(3)  # keeps a second value for the next call
+    paceline.save({}, path, rng=True)
+    unbroken = np.random.randn(9).tolist(), random.gauss(0, 1), random.random()
+    seed_all(3)
+    paceline.load(path, rng=True)
+    resumed = np.random.randn(9).tolist(), random.gauss(0, 1), random.random()
+    assert resumed == unbroken
+
+
+def words_at(*places):
+    """Return torch's state with other 32-bit numbers at some places."""
+    state = torch.get_rng_state().view(torch.int32).clone()
+    for place, value in places:
+        state[place] = value
+    return state.view(torch.uint8)
+
+
+LEFT, SEEDED, NEXT = 2, 3, 4
+NUMBERS = list(range(624))
+PYTHONS = (3, (*NUMBERS, 624), None)
+# A place in a rank's states, and wrong values there.
+WRONG_STATES = {
+    (): [None, 5, "text", [], torch.zeros(3)],
+    ("torch",): [
+        *(None, 7, [1, 2], torch.zeros(5056), torch.zeros(5056, dtype=torch.uint8)),
+        *(torch.get_rng_state()[:-1], torch.get_rng_state().repeat(2)),
+        *(words_at((LEFT, 624), (NEXT, 624)), words_at((LEFT, 0), (NEXT, 625))),
+        *(words_at((LEFT, -1)), words_at((SEEDED, 0)), words_at((NEXT + 1, 1))),
+    ],
+    ("cuda",): [
+        *(None, 5, torch.zeros(16, dtype=torch.uint8), [None], [[0] * 16]),
+        *([torch.zeros(16)], [torch.zeros(15, dtype=torch.uint8)]),
+        [torch.full((16,), 1, dtype=torch.uint8)],
+    ],
+    ("numpy",): [None, (), "MT19937", {}, ("MT19937", NUMBERS, 624, 0, 0.0)],
+    ("numpy", "bit_generator"): [None, "PCG64", "mt19937", 5],
+    ("numpy", "state"): [None, NUMBERS, {}, {"key": NUMBERS}],
+    ("numpy", "state", "pos"): [*(625, 10**6, 2**31 - 1, 2**40, -1, -5), None, 1.5],
+    ("numpy", "state", "key"): [
+        *(None, 5, [], NUMBERS[1:], [*NUMBERS, 1], [*NUMBERS[1:], 2**32]),
+        *([*NUMBERS[1:], -1], [*NUMBERS[1:], "1"], [*NUMBERS[1:], 1.5], "1" * 624),
+        *(torch.zeros(624), dict(enumerate(NUMBERS)), [NUMBERS] * 624),
+    ],
+    ("numpy", "has_gauss"): [2, -1, 2**40, None, "yes"],
+    ("numpy", "gauss"): [None, "1", [1.0], float("nan")],
+    ("python",): [
+        *(None, 5, (), (3,), [*PYTHONS], (2, *PYTHONS[1:]), ("3", *PYTHONS[1:])),
+        *((3, tuple(NUMBERS), None), (3, [*NUMBERS, 624], None), (3, None, None)),
+        *((3, (*NUMBERS, 625), None), (3, (*NUMBERS, -1), None)),
+        *((3, (*NUMBERS, 2**40), None), (3, (*NUMBERS[1:], 2**32, 624), None)),
+        *((3, (*NUMBERS[1:], -1, 624), None), (3, (*NUMBERS[1:], 1.5, 624), None)),
+        *((*PYTHONS[:2], "1"), (*PYTHONS[:2], 1), (*PYTHONS[:2], [1.0])),
+    ],
+}
+
+
+def replaced(states, place, value):
+    if not place:
+        return value
+    return {**states, place[0]: replaced(states[place[0]], place[1:], value)}
+
+
+@pytest.mark.parametrize("place", WRONG_STATES, ids=".".join)
+def test_a_wrong_random_state_is_refused_before_anything_is_set(path, place):
+    """It is one rank's of two: the other rank refuses the file too."""
+    paceline.save({"model": nn.Linear(2, 1)}, path, rng=True)
+    saved, model = torch.load(path), nn.Linear(2, 1)
+    (right,) = saved["rng"]
+    before = (str(model.state_dict()), str(states_here()))
+    for wrong in WRONG_STATES[place]:
+        state = replaced(right, place, wrong)
+        torch.save({**saved, "rng": [right, state]}, path)
+        named = f"'{place[0]}'" if place else "'torch'"
+        with pytest.raises(ValueError, match=rf"training\.pt: rng\[1\]\[{named}\] is "):
+            paceline.load(path, rng=True, model=model)
+        assert (str(model.state_dict()), str(states_here())) == before
+    torch.save({**saved, "rng": [right, right]}, path)
+    with pytest.warns(UserWarning, match="states of 2"):
+        paceline.load(path, rng=True, model=model)
+
+
+def states_here():
+    of_numpy = np.random.get_state()
+    return [torch.get_rng_state().tolist(), of_numpy[1].tolist(), of_numpy[2:]] + [
+        random.getstate()
+    ]
+
+
+@pytest.mark.parametrize("name", GENERATORS[1:])
+def test_wrong_states_of_numpys_other_generators_are_refused(
+    path, numpys_generator, name
+):
+    numpys_generator(getattr(np.random, name)(5))
+    paceline.save({}, path, rng=True)
+    (right,) = torch.load(path)["rng"]
+    wrongs = [("has_uint32", 2), ("uinteger", 2**32), ("uinteger", -1)]
+    wrongs += [("buffer_pos", 5), ("buffer_pos", -1), ("buffer", [1, 2, 3])]
+    wrongs += [("state", {}), ("bit_generator", "MT19937")]
+    for field, value in wrongs:
+        if field in right["numpy"]:
+            state = replaced(right, ("numpy", field), value)
+            torch.save({"rng": [state]}, path)
+            with pytest.raises(ValueError, match=r"rng\[0\]\['numpy'\] is "):
+                paceline.load(path, rng=True)
 
 
 # ---- objects that do not fit the file -----------------------------------------------
