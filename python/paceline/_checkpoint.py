@@ -266,9 +266,10 @@ def save(
 
     The file gets its name only when it is complete and on the disk.  A reader never
     sees half of it.  A crash leaves the old file, and may leave a hidden ``.part`` file
-    beside it, which the next save to the same path removes.  The other ranks write
-    nothing and return at once: call ``torch.distributed.barrier()`` before they read
-    the file.
+    beside it, which the same user's next save to the same path removes.  Whatever other
+    users put into the folder, a save does not wait for it or write to it.  The other
+    ranks write nothing and return at once: call ``torch.distributed.barrier()`` before
+    they read the file.
 
     Parameters
     ----------
@@ -278,7 +279,8 @@ def save(
         else is saved as it is, with a warning if :func:`load` refuses it by default.
     path : path-like
         The file to write.  Its folder must exist and be writable.  If it is a link, its
-        target is written.  A file that is replaced keeps its mode.
+        target is written, if the kernel lets this user follow the link.  A file that is
+        replaced keeps its permissions.  A pipe must have a reader.
     prefix : {"keep", "strip"}, default "keep"
         Whether the keys of a wrapper's parameters keep the prefix ``module.``.  The
         bare model loads stripped keys.

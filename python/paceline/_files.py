@@ -15,9 +15,12 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_FILE = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class _Sink(io.RawIOBase):
@@ -45,35 +48,52 @@ class _Sink(io.RawIOBase):
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace a file whole or not at all; `write` gets a binary file to write to.
 
-    If `path` is a link, write its target.  An existing file keeps its mode.  Write to a
-    pipe, ``/dev/null`` and the like directly.  Raise OSError if writing fails, even if
+    If `path` is a link, write its target, if the kernel lets this user follow the link.
+    An existing file keeps its permissions.  Write to a pipe that has a reader,
+    ``/dev/null`` and the like directly.  Raise OSError if writing fails, even if
     `write` raises another error because of it.
     """
-    target = Path(os.path.realpath(path))
-    before = None
-    with suppress(FileNotFoundError):
-        before = os.stat(target)
-    if before is not None and not stat.S_ISREG(before.st_mode):
-        with open(target, "wb") as file:
-            _write(file.fileno(), write)
-        return
-    if before is not None:
-        os.close(os.open(target, os.O_WRONLY))  # raises if it is read-only
-    _remove_left_over(target)
-    with _temporary(target) as (name, descriptor):
-        if before is not None:
-            with suppress(PermissionError):
-                os.fchown(descriptor, before.st_uid, before.st_gid)
-            os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
-        _write(descriptor, write)
-        os.fsync(descriptor)
-        os.replace(name, target)
-    with suppress(OSError):  # not every file system supports it
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
+    with ExitStack() as stack:
+
+        def opened(name: str | Path, flags: int) -> int:
+            descriptor = os.open(name, flags, 0o666)
+            stack.callback(os.close, descriptor)
+            return descriptor
+
+        while True:
+            before = None
+            folder, name = opened(path.parent, _FOLDER), path.name
+            if not os.path.lexists(path):
+                break
+            # The kernel follows links, and creates the missing target of one.
+            is_created = not os.path.exists(path)
+            file = opened(path, _FILE | os.O_CREAT)
+            before = os.fstat(file)
+            if not stat.S_ISREG(before.st_mode):
+                os.set_blocking(file, True)
+                _write(file, write)
+                return
+            parent, name = os.path.split(os.readlink(f"/proc/self/fd/{file}"))
+            with suppress(FileNotFoundError):
+                folder = opened(parent, _FOLDER)
+                if os.path.samestat(before, os.lstat(name, dir_fd=folder)):
+                    break
+            # Another process has replaced the file in between: look again.
+        if before is not None and is_created and before.st_size == 0:
+            before = None
+            with suppress(FileNotFoundError):  # another writer removed it
+                os.unlink(name, dir_fd=folder)
+        with _temporary(folder, name, 0o600 if before else 0o666) as (part, descriptor):
+            _remove_left_over(folder, name, os.fstat(descriptor).st_uid)
+            _write(descriptor, write)
+            if before is not None:
+                with suppress(PermissionError):
+                    os.fchown(descriptor, before.st_uid, before.st_gid)
+                os.fchmod(descriptor, stat.S_IMODE(before.st_mode) & 0o777)
+            os.fsync(descriptor)
+            os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+        with suppress(OSError):  # not every file system supports it
             os.fsync(folder)  # else a crash may bring the old file back
-        finally:
-            os.close(folder)
 
 
 def _write(descriptor: int, write: Callable[[BinaryIO], object]) -> None:
@@ -89,12 +109,12 @@ def _write(descriptor: int, write: Callable[[BinaryIO], object]) -> None:
         raise sink.error
 
 
-def _prefix_of(target: Path) -> str:
+def _prefix_of(name: str) -> str:
     """Return the prefix of the names of temporary files for this target.
 
     It is a hash, since with the target's own name it could exceed the longest name.
     """
-    return f".{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}."
+    return f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}."
 
 
 def _is_locked(descriptor: int) -> bool:
@@ -107,11 +127,12 @@ def _is_locked(descriptor: int) -> bool:
 
 
 @contextmanager
-def _temporary(target: Path) -> Iterator[tuple[Path, int]]:
+def _temporary(folder: int, target: str, mode: int) -> Iterator[tuple[str, int]]:
     while True:
-        name = target.parent / f"{_prefix_of(target)}{secrets.token_hex(8)}.part"
+        name = f"{_prefix_of(target)}{secrets.token_hex(8)}.part"
         # The kernel applies the umask.
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        flags = _FILE | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(name, flags, mode, dir_fd=folder)
         if _is_locked(descriptor) and os.fstat(descriptor).st_nlink > 0:
             break
         os.close(descriptor)  # another writer removed it as left over
@@ -119,22 +140,27 @@ def _temporary(target: Path) -> Iterator[tuple[Path, int]]:
         yield name, descriptor
     except BaseException:
         with suppress(FileNotFoundError):
-            os.unlink(name)
+            os.unlink(name, dir_fd=folder)
         raise
     finally:
         os.close(descriptor)
 
 
-def _remove_left_over(target: Path) -> None:
-    """Remove the temporary files of killed writers for this target."""
+def _remove_left_over(folder: int, target: str, user: int) -> None:
+    """Remove the temporary files of this user's killed writers for this target.
+
+    Anyone who may write to the folder can put other things there under such names.
+    """
     prefix = _prefix_of(target)
-    for name in os.listdir(target.parent):
+    for name in os.listdir(folder):
         if not (name.startswith(prefix) and name.endswith(".part")):
             continue
         with suppress(OSError):
-            descriptor = os.open(target.parent / name, os.O_WRONLY)
+            descriptor = os.open(name, _FILE | os.O_NOFOLLOW, dir_fd=folder)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(target.parent / name)
+                facts = os.fstat(descriptor)
+                if stat.S_ISREG(facts.st_mode) and facts.st_uid == user:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(name, dir_fd=folder)
             finally:
                 os.close(descriptor)
