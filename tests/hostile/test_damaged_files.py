@@ -131,6 +131,21 @@ def test_a_damaged_file_is_refused(path, n_of_each, seed):
     assert {key: n for key, n in found.items() if key[0] != "refused"} == {}
 
 
+@pytest.mark.parametrize(
+    ("save", "change"),
+    [
+        (paceline.save, lambda text: b"\x80" + text[1:]),
+        (paceline.save, lambda text: text[:-23]),
+        (torch.save, lambda text: text[:-1] + b"\1"),
+        (torch.save, lambda text: text + b"\0"),
+        (torch.save, lambda text: text[:-2] + b"\1\0" + b"x"),
+    ],
+)
+def test_an_end_or_a_beginning_that_torch_does_not_write_is_refused(path, save, change):
+    save(STATE, path)
+    assert outcome(path, change(path.read_bytes())) == "refused"
+
+
 # ---- files without a checksum -------------------------------------------------------
 
 
