@@ -10,15 +10,19 @@ import struct
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from typing_extensions import TypeVar  # torch depends on it
 
+from paceline import _messages
 from paceline._checksum import damage_of, save_summed
+from paceline._compat import torch_groups
 from paceline._files import write_whole
 
 PREFIX = "module."
@@ -165,7 +169,7 @@ def _rank_and_ranks(process_group: dist.ProcessGroup | None = None) -> tuple[int
 
 def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     """Return the random states of all ranks in plain containers; used on rank 0."""
-    rank, n_ranks = _rank_and_ranks(process_group)
+    _, n_ranks = _rank_and_ranks(process_group)
     of_numpy: Any = np.random.get_state(legacy=False)
     of_numpy = _lists(of_numpy)  # Philox has arrays in two places
     mine = {"torch": torch.get_rng_state(), "cuda": [], "numpy": of_numpy}
@@ -176,10 +180,24 @@ def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
             mine["cuda"] = [torch.cuda.get_rng_state()]
     if n_ranks <= 1:
         return [mine]
-    states: list[Any] = [None] * n_ranks
-    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-    dist.gather_object(mine, states if rank == 0 else None, first, process_group)
-    return states
+    group = process_group or torch_groups.default_group()
+    rows = _messages.all_gather_by(group, _messages.pack(_RandomState(**mine)))
+    if dist.get_rank(group) != 0:
+        return []
+    return [
+        vars(_messages.unpack(row, _RandomState, f"rank 0: rank {rank}"))
+        for rank, row in enumerate(rows)
+    ]
+
+
+@dataclass(frozen=True)
+class _RandomState:
+    """The random states of a rank, as sent to rank 0."""
+
+    torch: Tensor
+    cuda: list[Tensor]
+    numpy: dict[str, Any]
+    python: tuple[int, tuple[int, ...], float | None]
 
 
 def _lists(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline import _messages
 from paceline._compat import torch_groups
 from paceline._errors import MismatchError, PeerError, PeerTimeoutError
 
@@ -67,12 +68,17 @@ def mean(x: Any) -> Any:
 
 
 def _reduce(spec: str, flat: torch.Tensor, problem: Exception | None) -> torch.Tensor:
-    told: list[Any] = [None] * dist.get_world_size()
     torch_groups.wait_for_gloo_at_exit()
     # Exchange the specs first, since all_reduce needs equal sizes.
-    _meet(dist.all_gather_object, told, (spec, problem and str(problem)))
+    mine = _messages.pack((spec, problem and str(problem)))
+    rows = _meet(_messages.all_gather_by, torch_groups.default_group(), mine)
     if problem is not None:
         raise problem
+    kind, own = tuple[str, str | None], dist.get_rank()
+    told = [
+        _messages.unpack(row, kind, f"rank {own}: rank {rank}")
+        for rank, row in enumerate(rows)
+    ]
     for rank, (theirs, failure) in enumerate(told):
         if failure is not None:
             raise MismatchError(f"rank {rank} failed in mean(): {failure}")
@@ -84,9 +90,9 @@ def _reduce(spec: str, flat: torch.Tensor, problem: Exception | None) -> torch.T
     return flat.cpu() / len(told)
 
 
-def _meet(collective: Callable[..., Any], *args: Any) -> None:
+def _meet(collective: Callable[..., Any], *args: Any) -> Any:
     try:
-        collective(*args)
+        return collective(*args)
     except RuntimeError as error:
         if not torch_groups.is_lost_peer(error):
             raise

@@ -50,8 +50,8 @@ def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> str:
 
     def is_answered() -> bool:
         nonlocal token
-        text = store.get(answer).decode() if store.check([answer]) else ""
-        heard, _, token = text.partition(" ")
+        found = store.get(answer) if store.check([answer]) else b""
+        heard, _, token = found.decode(errors="replace").partition(" ")
         return bool(heard == drawn)
 
     _await(is_answered, until, lambda: "rank 0 does not answer")
@@ -74,7 +74,8 @@ def _bring_together(store: Any, others: Iterable[int], until: float) -> str:
                 drawn = store.get(hello)
                 if answered.get(rank) != drawn:  # the first may be an earlier rank's
                     answered[rank] = drawn
-                    store.set(f"{_PREFIX}/answer/{rank}", f"{drawn.decode()} {token}")
+                    text = drawn.decode(errors="replace")
+                    store.set(f"{_PREFIX}/answer/{rank}", f"{text} {token}")
         return not missing
 
     _await(are_all_there, until, lambda: f"ranks {sorted(missing)} have not come")

@@ -210,9 +210,9 @@ class _Turns:
         n_steps = 0
         if step_ms is not None:
             n_steps = max(round(self._plan.turn_seconds * 1e3 / step_ms), _MIN_STEPS)
-        counts = [n_steps]
-        dist.broadcast_object_list(counts, 0, self._waiting)
-        return counts[0]
+        count = torch.tensor([n_steps], device="cpu")
+        dist.broadcast(count, 0, self._waiting)
+        return int(count)
 
     def _check(self) -> None:
         """Raise RuntimeError if our gradients are not those of torch's wrapper."""
