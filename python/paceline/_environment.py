@@ -13,7 +13,9 @@ from pathlib import Path
 CPU_REPLICAS = "PACELINE_CPU_REPLICAS"
 INSTALL = "PACELINE_INSTALL"
 RECORDER = "PACELINE_RECORDER"
+SECRET = "PACELINE_SECRET"
 STRICT = "PACELINE_STRICT"
+_SECRET_CHARACTERS = 16
 
 
 def cpu_replicas() -> int | None:
@@ -57,6 +59,18 @@ def recorder_folder() -> Path | None:
         if os.path.isdir(folder):
             return Path(folder)
     return None
+
+
+def secret() -> bytes | None:
+    """Return the job's secret in ``PACELINE_SECRET``, or None if it is not set."""
+    text = os.environ.get(SECRET, "")
+    if 0 < len(text) < _SECRET_CHARACTERS:
+        raise ValueError(
+            f"{SECRET} has only {len(text)} characters: give {_SECRET_CHARACTERS} or "
+            'more random ones, as of python -c "import secrets; '
+            'print(secrets.token_hex(32))", and the same to every rank'
+        )
+    return os.fsencode(text) or None
 
 
 def of_launcher(name: str) -> str:

@@ -10,7 +10,9 @@
       session          what is behind them: world, reducer, model, hook, log
         forward_pass     from the outputs of a forward to their backward
         comm_hooks       averages by the user's hooks
-        rendezvous       from a process group to a world of ranks (peers: which live)
+        greeting         what ranks tell one another first, and must agree on
+        rendezvous       from a process group to a world of ranks (peers: which live;
+                         job_secret: the key of their handshakes)
         model_spec       what models must agree on (placement: their devices)
       csrc/python/ddp, csrc/reducer: where gradients are averaged
 

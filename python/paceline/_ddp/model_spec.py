@@ -34,6 +34,10 @@ WRAP_ONCE = (
 )
 
 
+Description = list[tuple[str, str, str]]
+"""The kind, name and text of each tensor."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A module's tensors, as data parallelism handles them.
@@ -218,7 +222,7 @@ class Model:
 
     # ---- agreement ------------------------------------------------------------------
 
-    def describe(self) -> list[tuple[str, str, str]]:
+    def describe(self) -> Description:
         """Return (kind, name, text) of each tensor: all that ranks must agree on."""
         described = [
             ("parameter", name, _describe(p, p.requires_grad) + self._notes_on(p))
@@ -351,7 +355,7 @@ def copy_model(
     torch_core.increment_version(tensors)
 
 
-def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
+def raise_first_difference(models: list[Description]) -> None:
     """Raise, alike on every rank, the first difference between rank 0 and another.
 
     `models` has each rank's :meth:`Model.describe`.

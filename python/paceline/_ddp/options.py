@@ -235,15 +235,15 @@ def warn_of_deprecated(
     warnings.warn(text, FutureWarning, stacklevel=3)
 
 
-def raise_first_difference(options: list[dict[str, Any]]) -> None:
+def raise_first_difference(options: list[dict[str, str]]) -> None:
     """Raise, alike on every rank, if options that must agree differ.
 
     `options` is indexed by rank.
     """
     for rank, theirs in enumerate(options):
         for name, first in options[0].items():
-            if theirs[name] != first:
+            if theirs.get(name) != first:
                 raise _native.MismatchError(
                     f"{name} differs: rank 0 was given what makes {first}, rank {rank} "
-                    f"what makes {theirs[name]}; give every rank the same"
+                    f"what makes {theirs.get(name)}; give every rank the same"
                 )

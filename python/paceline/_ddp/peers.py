@@ -7,23 +7,27 @@ its store.  NCCL would make a communicator for them, and could not be left.
 from __future__ import annotations
 
 import itertools
-import json
+import logging
 import os
-import pickle
+import re
 import secrets
+import socket
 import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from paceline import _native
+from paceline import _messages, _native
 from paceline._compat import torch_groups
+from paceline._ddp import host_links
+
+_log = logging.getLogger("paceline")
 
 POLL_SECONDS = 0.002
 CHECK_FIRST_SECONDS = 0.01
@@ -36,6 +40,7 @@ _READ_TOGETHER = 4096
 """How many hosts all ranks together request from the store at a time: one process
 serves it, and requests of each rank for each other grow with the square."""
 _MOST_NAMED = 8
+_PROBE_SECONDS = 2.0
 
 OTHER_HOSTS = "on other hosts"
 _NAMESPACES = ("net", "pid", "user")
@@ -61,6 +66,14 @@ class Host:
     user: int  # ranks of other users cannot share memory
     pid: int  # in the rank's own namespace
     problem: str = ""  # why the rank counts as a separate host: what could not be read
+    address: str = ""  # tells machines with one boot id (clones) apart
+    listener: str = ""  # name of the Unix socket that the rank listens on
+
+    def __post_init__(self) -> None:
+        numbers = (self.network, self.processes, self.users, self.user, self.pid)
+        is_whole = re.fullmatch("(paceline-[0-9a-f]{32})?", self.listener)
+        if not is_whole or min(numbers) < 0 or self.pid >= 1 << 31:
+            raise ValueError("a host that cannot be")
 
     @classmethod
     def here(cls) -> Host:
@@ -72,7 +85,8 @@ class Host:
             )
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
                 boot = file.read().strip()
-            return cls(boot, network, processes, users, user, pid)
+            address = host_links.own_addresses()[0]
+            return cls(boot, network, processes, users, user, pid, address=address)
         except OSError as error:
             return cls(secrets.token_hex(16), 0, 0, 0, user, pid, str(error))
 
@@ -94,8 +108,24 @@ class Host:
 
     def visible_pid(self, viewer: Host) -> int:
         """Return the process id as ``viewer`` sees it, or 0 if it cannot."""
-        is_near = (self.boot, self.processes) == (viewer.boot, viewer.processes)
+        same = ("boot", "processes", "address")
+        is_near = all(getattr(self, name) == getattr(viewer, name) for name in same)
         return self.pid if is_near else 0
+
+    def is_reachable(self) -> bool:
+        """Tell whether this process can connect to the rank's listener.
+
+        If so, the two have one kernel and one network namespace.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.settimeout(_PROBE_SECONDS)
+            try:
+                probe.connect(f"\0{self.listener}")
+            except BlockingIOError:  # other ranks fill the listener's queue
+                return True
+            except (ConnectionError, PermissionError, TimeoutError):
+                return False
+        return True
 
 
 def count_by_host(hosts: Sequence[Host]) -> list[int]:
@@ -137,9 +167,10 @@ class Peers:
         rank: int,
         size: int,
         seconds: float = torch_groups.DEFAULT_TIMEOUT_SECONDS,
+        listener: str = "",
     ) -> None:
         self.rank, self.size, self._seconds = rank, size, seconds
-        self.here = Host.here()
+        self.here = replace(Host.here(), listener=listener)
         self._hosts: dict[int, Host] = {rank: self.here}
         # The group's store, under a prefix of this meeting; None: torch hides it.
         self.store: Any = None
@@ -170,6 +201,31 @@ class Peers:
         self._hosts = dict(enumerate(hosts))
         if all(host.visible_pid(self.here) for host in hosts):
             self._store = None  # every process can be watched from here
+
+    def part(self, ranks: Sequence[int]) -> None:
+        """Count ranks that did not reach their host's first rank as of another host."""
+        if self.rank == 0:
+            _log.warning(
+                "ranks %s do not reach a rank with the same boot id, and count as of "
+                "another host: a cloned machine, or a sandbox without Unix sockets",
+                ranks,
+            )
+        for rank in ranks:
+            boot = f"{self._hosts[rank].boot}/clone"
+            self._hosts[rank] = replace(self._hosts[rank], boot=boot)
+        self.here = self._hosts[self.rank]
+
+    def read(self, message: bytes, kind: Any, sender: int) -> Any:
+        """Return the value in a rank's message.
+
+        If it is damaged, all ranks raise ``PeerError``.
+        """
+        who = f"rank {self.rank}: rank {sender}"
+        try:
+            return _messages.unpack(message, kind, who)
+        except _native.PeerError as error:
+            self.tell_of_end(error)
+            raise
 
     def _in_time(self, ask: Callable[[], _Answer]) -> _Answer:
         """Ask the store, with a deadline in case its process has stopped.
@@ -204,7 +260,7 @@ class Peers:
         raise _native.PeerError(f"{who} {words}") from errors[0]
 
     def _tell_and_read_hosts(self) -> None:
-        self._store.set(f"host/{self.rank}", json.dumps(vars(self.here)))
+        self._store.set(f"host/{self.rank}", _messages.pack(self.here))
         self._read_hosts(self._store)
 
     def _read_hosts(self, store: Any) -> None:
@@ -215,7 +271,8 @@ class Peers:
                 return
             self._n_looked += 1
             if rank not in self._hosts and store.check([f"host/{rank}"]):
-                self._hosts[rank] = Host(**json.loads(store.get(f"host/{rank}")))
+                found = store.get(f"host/{rank}")
+                self._hosts[rank] = self.read(found, Host, sender=rank)
 
     def check(self) -> None:
         """Raise ``PeerError`` if a rank is known to be gone."""
@@ -227,7 +284,9 @@ class Peers:
 
     def _look_into_store(self) -> None:
         if self._store.check(["gone"]):
-            rank, what = json.loads(self._store.get("gone"))
+            who = f"rank {self.rank}: a rank"
+            kind = tuple[int, str]
+            rank, what = _messages.unpack(self._store.get("gone"), kind, who)
             self._fail(rank, what)
         self._read_hosts(self._store)
 
@@ -239,7 +298,7 @@ class Peers:
 
     def _tell_gone(self, rank: int, what: str) -> None:
         with suppress(_native.PeerError):
-            self._in_time(lambda: self.store.set("gone", json.dumps((rank, what))))
+            self._in_time(lambda: self.store.set("gone", _messages.pack((rank, what))))
 
     def _check_processes(self) -> None:
         for rank, host in self._hosts.items():
@@ -282,10 +341,11 @@ class Peers:
 
         def pass_on() -> list[bytes]:
             if self.rank != 0:
-                received: list[bytes] = pickle.loads(store.get(together))
+                who = f"rank {self.rank}: rank 0"
+                received = _messages.split(store.get(together), self.size, who)
             else:
                 received = [message, *(store.get(other) for other in others)]
-                store.set(together, pickle.dumps(received))
+                store.set(together, _messages.join(received))
                 if number > 0:  # all ranks sent these, so they have read those before
                     store.delete_key(f"messages/{number - 1}")
             store.delete_key(key)  # rank 0 has read it

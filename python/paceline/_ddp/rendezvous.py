@@ -12,22 +12,24 @@ import enum
 import logging
 import mmap
 import os
-import pickle
+import secrets
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline import _native
+from paceline import _messages, _native
 from paceline._compat import torch_groups
-from paceline._ddp import group_comm, host_links, live_worlds, open_files
+from paceline._ddp import group_comm, host_links, job_secret, live_worlds, open_files
 from paceline._ddp.peers import (
     CHECK_EVERY_SECONDS,
     CHECK_FIRST_SECONDS,
     OTHER_HOSTS,
     POLL_SECONDS,
+    Host,
     Peers,
     count_by_host,
     name_of_host,
@@ -50,6 +52,15 @@ _out_of_step: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = (
 )
 """Groups with a collective that this rank has left, and why: the group's next one would
 pair with it."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others before they share memory."""
+
+    links: host_links.Offer | None  # of a host's first rank
+    lack: str | None  # why this rank can share no memory, or have no links
+    reaches_first: bool  # its host's first rank
 
 
 class Meeting:
@@ -76,8 +87,19 @@ class Meeting:
         self._is_known_kind = (
             not self._has_cpu or torch_groups.cpu_backend_name(group) == "gloo"
         )
+        # The key of the ranks' handshakes, and the socket for those of this host.
+        self._secret = secrets.token_bytes(job_secret.KEY_BYTES)
+        self._listener: _native.Listener | None = None
+        self._lack: str | None = None
+        self._has_met = self.size == 1 or not self._is_known_kind
         if self.size > 1 and self._is_known_kind:
-            self._peers = Peers(group, self.rank, self.size, self._seconds)
+            try:
+                open_files.make_room(1)
+                self._listener = _native.Listener()
+            except OSError as error:
+                self._lack = str(error)
+            address = self._listener.address if self._listener is not None else ""
+            self._peers = Peers(group, self.rank, self.size, self._seconds, address)
             if not self._has_cpu and self._peers.store is None:
                 raise NotImplementedError(
                     "process_group takes no CPU tensors, and torch gives no access to "
@@ -115,50 +137,54 @@ class Meeting:
             return []
         return count_by_host(self._peers.hosts)
 
-    def exchange(self, message: Any, seconds: float | None = None) -> list[Any]:
-        """Send one picklable object to all ranks; return every rank's, by rank.
+    def close(self) -> None:
+        """Stop listening for other ranks."""
+        self._listener = None
 
-        If a rank dies meanwhile, or takes more than `seconds` (default: the group's
-        timeout), this raises ``PeerError``.
+    def exchange(
+        self, message: Any, kind: Any = Any, seconds: float | None = None
+    ) -> list[Any]:
+        """Send one message to all ranks; return every rank's, by rank.
+
+        `message` is plain data, and `kind` its type: see ``paceline._messages``.  If a
+        rank dies meanwhile, or takes more than `seconds` (default: the group's
+        timeout), or sends something else, this raises ``PeerError``.
         """
         if self.size == 1:
             return [message]
-        if not self._is_known_kind:
-            return self._exchange(message, seconds)
-        received = self._exchange((self._peers.here, message), seconds)
-        self._peers.meet([host for host, _ in received])
-        return [theirs for _, theirs in received]
+        if self._has_met:
+            return self._exchange(message, kind, seconds)
+        mine = (self._peers.here, job_secret.Share.own(), message)
+        kind = tuple[Host, job_secret.Share, kind]
+        hosts, shares, told = zip(*self._exchange(mine, kind, seconds), strict=True)
+        self._peers.meet(list(hosts))
+        self._secret = job_secret.key_of(shares)
+        self._has_met = True
+        return list(told)
 
-    def _exchange(self, message: Any, seconds: float | None) -> list[Any]:
-        pickled = pickle.dumps(message)
+    def _exchange(self, message: Any, kind: Any, seconds: float | None) -> list[Any]:
+        packed = _messages.pack(message)
+        who = f"rank {self.rank}: rank"
         if not self._has_cpu:
-            received = self._peers.all_gather(pickled, seconds or self._seconds)
-            return [pickle.loads(row) for row in received]
-        try:
-            return self._exchange_by_group(pickled, seconds)
-        except BaseException as error:
-            _out_of_step[self.group] = words_of(error)
-            if not isinstance(error, RuntimeError):
-                self._tell_of_end(error)
-            raise
+            rows = self._peers.all_gather(packed, seconds or self._seconds)
+        else:
+            until = None if seconds is None else time.monotonic() + seconds
+            try:
+                rows = _messages.all_gather(
+                    packed, lambda mine: self._all_gather(mine, until), who
+                )
+            except BaseException as error:
+                _out_of_step[self.group] = words_of(error)
+                if not isinstance(error, RuntimeError):
+                    self._tell_of_end(error)
+                raise
+        if self._is_known_kind:
+            return [self._peers.read(row, kind, r) for r, row in enumerate(rows)]
+        return [_messages.unpack(row, kind, f"{who} {r}") for r, row in enumerate(rows)]
 
     def _tell_of_end(self, why: BaseException) -> None:
         if self.size > 1 and self._is_known_kind:
             self._peers.tell_of_end(why)
-
-    def _exchange_by_group(self, pickled: bytes, seconds: float | None) -> list[Any]:
-        until = None if seconds is None else time.monotonic() + seconds
-        mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-        # The user may have set another default device, to build models on it.
-        sizes = self._all_gather(torch.tensor([mine.numel()], device="cpu"), until)
-        longest = int(max(size.item() for size in sizes))
-        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-        padded[: mine.numel()] = mine
-        rows = self._all_gather(padded, until)
-        return [
-            pickle.loads(row[: int(size)].numpy().tobytes())
-            for row, size in zip(rows, sizes, strict=True)
-        ]
 
     def _all_gather(
         self, mine: torch.Tensor, until: float | None
@@ -197,65 +223,74 @@ class Meeting:
         sizes = {"arena_bytes": arena_bytes, "n_ops": n_ops, **device}
         world = None
         if self.size > 1 and self._is_known_kind:
-            n_ranks = self.ranks_by_host if self.uses_group else [self.size]
-            if n_ranks:
-                world = self._connect_by_memory(n_ranks, sizes)
+            world = self._connect_by_memory(sizes)
             if self.uses_group:
                 self._warn(is_by_group=world is None)
         return world if world is not None else self._connect_alone(sizes)
 
-    def _connect_by_memory(
-        self, n_ranks: list[int], sizes: dict[str, Any]
-    ) -> _native.RankWorld | None:
+    def _connect_by_memory(self, sizes: dict[str, Any]) -> _native.RankWorld | None:
         """Make a world of ranks that share each host's memory; links join the hosts.
 
-        Return None on every rank if one of them has no memory or no link.
+        Return None on every rank if one of them has no memory or no link.  Two machines
+        with one boot id, such as clones, seem to be one host: the ranks that do not
+        reach their host's first rank are counted as of another host then.
         """
+        n_ranks = self.ranks_by_host if self.uses_group else [self.size]
+        if not n_ranks:
+            return None
         firsts = [sum(n_ranks[:h]) for h in range(len(n_ranks))]
         host = max(h for h, first in enumerate(firsts) if first <= self.rank)
         first, n_here = firsts[host], n_ranks[host]
         is_first, has_links = self.rank == first, len(n_ranks) > 1
-        listener = links = lack = None
+        links, lack, reaches_first = None, self._lack, True
         # Each rank has a process descriptor and a socket for meeting.  A first rank's
         # links are duplicated on their way to the core.
         n_links = host_links.N_STREAMS * len(n_ranks) if is_first and has_links else 0
         try:
             open_files.make_room(2 * n_here + 2 * n_links)
             links = host_links.LinkListener() if n_links else None
-            listener = _native.Listener() if is_first and n_here > 1 else None
+            if not is_first and self._peers.hosts[first].listener:
+                reaches_first = self._peers.hosts[first].is_reachable()
         except OSError as error:
             lack = str(error)
-        address = listener.address if listener is not None else None
-        offers = self.exchange((address, links.offer if links else None, lack))
+        mine = _Offer(links.offer if links else None, lack, reaches_first)
+        offers = self.exchange(mine, _Offer)
+        lost = [r for r, offer in enumerate(offers) if not offer.reaches_first]
+        if strays := [r for r in lost if r not in firsts]:
+            if links is not None:
+                links.close()
+            self._peers.part(strays)
+            return self._connect_by_memory(sizes)
         sockets: list[Any] = []
         world = problem = None
         may_lack = True  # an OS error may mean a lack, but not of a GPU's memory
         try:
-            lacks = [
-                f"rank {r}: {offer[2]}" for r, offer in enumerate(offers) if offer[2]
-            ]
+            lacks = [f"rank {r}: {o.lack}" for r, o in enumerate(offers) if o.lack]
+            every = [o.links for r, o in enumerate(offers) if r in firsts and o.links]
+            if has_links and len(every) < len(firsts):
+                lacks.append("a first rank offers no address")
             if lacks:
                 self._do_without(lacks[0], has_links)
                 return None
             if links is not None:
                 seconds = min(self._seconds / 3.0, LINK_SECONDS)
-                every = [offers[r][1] for r in firsts]
                 sockets = links.connect_all(every, host, seconds)
             names = (name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks))
             files = [-1 if each is None else each.fileno() for each in sockets]
             here, hosts = self._peers.here, self._peers.hosts
             may_lack = "device" not in sizes
+            meeting = self._listener if self.rank == first else hosts[first].listener
             world = self._make_world(
                 sizes,
                 pids=[h.visible_pid(here) for h in hosts[first : first + n_here]],
-                meeting=listener if is_first else offers[first][0],
+                meeting=meeting if n_here > 1 else None,
                 hosts=(n_ranks, tuple(names), files) if has_links else None,
             )
         except BaseException as error:
-            listener = None  # closes it: later callers find no listener
             may_lack = may_lack or _lacks_shared_memory(sizes["arena_bytes"])
             problem = error
         finally:
+            self.close()  # later callers find no listener
             host_links.close_all(sockets)
             if links is not None:
                 links.close()
@@ -287,7 +322,8 @@ class Meeting:
         if is_interrupted:
             seconds = _INTERRUPTED_SECONDS
         try:
-            received = self.exchange((outcome, str(problem or "")), seconds)
+            mine = (outcome, str(problem or ""))
+            received = self.exchange(mine, tuple[_Outcome, str], seconds)
         except RuntimeError:  # a rank is gone, or has not failed
             if problem is not None and is_interrupted:
                 self._tell_of_end(problem)

@@ -10,6 +10,7 @@ The wrapper owns its session for life; a copy of the wrapper gets a new one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import threading
@@ -24,16 +25,15 @@ import torch.distributed as dist
 from paceline import _native, _recorder
 from paceline._ddp import mixed_precision, placement, strict
 from paceline._ddp.comm_hooks import CommHookRunner, CommHooks
+from paceline._ddp.greeting import agree
 from paceline._ddp.model_changes import Changes
 from paceline._ddp.model_spec import (
     Model,
     copy_model,
     has_nothing_to_train,
     is_stateless_call,
-    raise_first_difference,
 )
 from paceline._ddp.options import MIB, Options
-from paceline._ddp.options import raise_first_difference as raise_differing_options
 from paceline._ddp.rendezvous import Meeting
 from paceline._ddp.step_callbacks import StepCallbacks, take_optimizers
 from paceline._ddp.step_log import StepLog
@@ -171,7 +171,17 @@ class Session:
         options = self.options
         if not copies:
             options = dataclasses.replace(options, sync_at_start=False)
-        meeting = Meeting(options.group, placement.type_of(self.wrapper.module))
+        device_type = placement.type_of(self.wrapper.module)
+        with contextlib.closing(Meeting(options.group, device_type)) as meeting:
+            self._set_up(meeting, options, read_arguments, error)
+
+    def _set_up(
+        self,
+        meeting: Meeting,
+        options: Options,
+        read_arguments: Callable[[Model], None] | None,
+        error: Exception | None,
+    ) -> None:
         model, gpu, jobs = self._agree(meeting, options, read_arguments, error)
         self.model = model
         self.membership = Membership.ALONE if meeting.size == 1 else Membership.MET
@@ -266,7 +276,6 @@ class Session:
                 gpu, here = placement.open_gpu(device, is_alone=meeting.size == 1)
         except (RuntimeError, TypeError, ValueError, MemoryError, OSError) as problem:
             error = error or problem
-        digest = None if error is not None else travelling.digest()
         agreed = {
             "bucket_cap_mb": (options.caps, options.network_caps),
             "broadcast_buffers": options.sync_buffers,
@@ -277,18 +286,7 @@ class Session:
             "mixed_precision": options.precision,
             "gradient_as_bucket_view": options.view_bytes(gpu is not None),
         }
-        received = meeting.exchange((digest, agreed, error, here, _recorder.identity()))
-        if error is not None:
-            raise error
-        for rank, (_, _, other, _, _) in enumerate(received):
-            if other is not None:
-                raise type(other)(f"rank {rank}: {other}")
-        placement.raise_conflict([row[3] for row in received])
-        raise_differing_options([row[1] for row in received])
-        # Buckets must agree in any case, or gradients of parameters would mix.
-        if len({row[0] for row in received}) > 1:
-            raise_first_difference(meeting.exchange(travelling.describe()))
-        return model, gpu, [row[4] for row in received]
+        return model, gpu, agree(meeting, travelling, agreed, here, error)
 
     def _record(self, jobs: list[str]) -> None:
         """Record the steps, in a job with the identity of its rank 0."""

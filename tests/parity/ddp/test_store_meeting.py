@@ -131,7 +131,8 @@ def test_words_of_an_earlier_exchange_do_not_stay_in_the_store(ranks):
     group = device_group()
     meeting = Meeting(group)
     for number in range(3):
-        told = meeting.exchange((ranks.rank, "x" * 100_000, number))
+        mine = (ranks.rank, "x" * 100_000, number)
+        told = meeting.exchange(mine, tuple[int, str, int])
         assert [row[::2] for row in told] == [(0, number), (1, number)]
     ranks.all(None)
     store = meeting._peers.store

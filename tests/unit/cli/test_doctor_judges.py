@@ -101,6 +101,20 @@ def test_variables_of_others_are_not_shown():
     assert finding.found == "OMP_X=4"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("PACELINE_SECRET", "long enough for a secret", "ok"),
+        ("PACELINE_SECRET", "too short", "problem"),
+        ("PACELINE_SECRT", "long enough for a secret", "warning"),
+    ],
+)
+def test_the_secret_of_a_job_is_not_shown(name, value, status):
+    finding = machine.judge_environment({name: value})
+    assert_finding(finding, status, f"{name}=...")
+    assert value not in f"{finding}"
+
+
 def test_every_variable_that_is_read_is_known_and_nothing_else():
     read = set()
     for folder, glob in (("csrc", "**/*.[ch]"), ("python", "**/*.py"), (".", "*.py")):

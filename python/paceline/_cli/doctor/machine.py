@@ -153,6 +153,10 @@ VARIABLES: dict[str, tuple[Callable[[str], object], str]] = {
         re.compile("[01]|/.*", re.DOTALL).fullmatch,
         "0, 1 or an absolute path",
     ),
+    "PACELINE_SECRET": (
+        re.compile(".{16,}", re.DOTALL).fullmatch,
+        "16 or more random characters, the same to every rank",
+    ),
     "PACELINE_STRICT": (_is_flag, "0 or 1"),
     "PACELINE_TIMEOUT": (_is_seconds, "a positive number of seconds"),
     "PACELINE_WERROR": (_is_flag, "0 or 1"),
@@ -169,20 +173,24 @@ def judge_environment(environ: Mapping[str, str]) -> Finding:
     """Judge misspelt names, wrong values, and slow settings."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES))
     variables = {name: environ[name] for name in names}
-    found = ", ".join(f"{name}={value}" for name, value in variables.items())
-    wrong, doubtful = [], []
+    shown, wrong, doubtful = dict(variables), [], []
     for name, value in variables.items():
+        close = [name]
+        if name not in VARIABLES and name.startswith("PACELINE_"):
+            close = difflib.get_close_matches(name, VARIABLES, 1)
+        if close == ["PACELINE_SECRET"]:  # misspelt, too
+            shown[name] = "..."
         if name in VARIABLES:
             is_right, words = VARIABLES[name]
             if value and not is_right(value):
-                wrong.append(f"{name} is {value!r}: give {words}.")
+                wrong.append(f"{name} is {shown[name]!r}: give {words}.")
         elif name.startswith("PACELINE_"):
-            close = difflib.get_close_matches(name, VARIABLES, 1)
             meant = f": did you mean {close[0]}?" if close else "."
             doubtful.append(f"Paceline has no variable {name}{meant}")
         elif name in _SLOW and value.upper() == _SLOW[name]:
             doubtful.append(f"{name}={value} is for debugging, and slow: unset it.")
     advice = " ".join([*wrong, *doubtful])
+    found = ", ".join(f"{name}={value}" for name, value in shown.items())
     if wrong:
         return problem(found, advice)
     return warning(found, advice) if doubtful else ok(found or "nothing is set")
