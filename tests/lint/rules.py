@@ -192,6 +192,32 @@ def check_torch(path: str, text: str) -> Found:
                 yield node.lineno, "torch-version", "ask for the feature, in _compat/"
 
 
+PICKLING = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+# launch() pickles over pipes that its own processes inherit.
+MAY_PICKLE = ("_launch/", "_cloudpickle.py")
+
+
+def check_pickles(path: str, text: str) -> Found:
+    """No rank unpickles what another process sends: see _messages.py."""
+    if path.startswith(MAY_PICKLE) or not path.endswith(".py"):
+        return
+    tree = ast.parse(text)
+    known = names_of_torch(tree)
+    for node in ast.walk(tree):
+        chains = imported(node)
+        if (name := dotted(node)).split(".")[0] in known:
+            chains.append(name)
+        for chain in chains:
+            first, *_, last = [*chain.split("."), chain]
+            is_collective = re.search(r"_object(_list)?$", last) is not None
+            if first in PICKLING or (first in known | {"torch"} and is_collective):
+                yield node.lineno, "pickle", f"{chain}: send by paceline._messages"
+        if isinstance(node, ast.Call) and "weights_only=False" in {
+            ast.unparse(word) for word in node.keywords
+        }:
+            yield node.lineno, "pickle", "weights_only=False runs code of a file"
+
+
 def allowed(line: str, rule: str) -> bool:
     """Tell whether the line lifts the rule and gives a reason."""
     return re.search(rf"(/\*|//|#) lint: {rule} - \w", line) is not None
@@ -208,7 +234,7 @@ TABLE: list[tuple[str, str, list[Check]]] = [
     (
         "python/paceline",
         "**/*.py*",
-        [check_file_size, check_torch, dependence.check_imports],
+        [check_file_size, check_torch, check_pickles, dependence.check_imports],
     ),
     ("tests", "**/test_*.py", [check_test_names]),
     *((".", glob, [phrases.check]) for glob in phrases.FILES.split()),
