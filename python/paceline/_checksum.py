@@ -8,7 +8,7 @@ A mark in the archive's ``data.pkl`` outlives a tool that writes the archive ane
 from __future__ import annotations
 
 import os
-import pickle  # the format of torch.save
+import pickle  # lint: pickle - the format of torch.save, which this writes
 import zipfile
 import zlib
 from contextlib import suppress

@@ -61,6 +61,11 @@ def recorder_folder() -> Path | None:
     return None
 
 
+def check() -> str:
+    """Return the word in ``PACELINE_CHECK``, which the native side reads."""
+    return os.environ.get("PACELINE_CHECK") or "rotate"
+
+
 def secret() -> bytes | None:
     """Return the job's secret in ``PACELINE_SECRET``, or None if it is not set."""
     text = os.environ.get(SECRET, "")

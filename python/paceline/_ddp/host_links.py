@@ -239,7 +239,8 @@ def _call(
     addresses: deque[tuple[str, int]], name: str, who: bytes, key: bytes, until: float
 ) -> socket.socket:
     """Return a socket to a host; the address that has answered is the first then."""
-    offer, problems = Offer(tuple(addresses)), {}
+    offer = Offer(tuple(addresses))
+    problems: dict[tuple[str, int], OSError] = {}
     while addresses and (left := until - time.monotonic()) > 0:
         address = addresses[0]
         try:

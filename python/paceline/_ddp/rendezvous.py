@@ -274,7 +274,7 @@ class Meeting:
                 return None
             if links is not None:
                 seconds = min(self._seconds / 3.0, LINK_SECONDS)
-                sockets = links.connect_all(every, host, seconds)
+                sockets = links.connect_all(every, host, self._secret, seconds)
             names = (name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks))
             files = [-1 if each is None else each.fileno() for each in sockets]
             here, hosts = self._peers.here, self._peers.hosts

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from paceline import _native, _recorder
+from paceline import _environment, _native, _recorder
 from paceline._ddp import mixed_precision, placement, strict
 from paceline._ddp.comm_hooks import CommHookRunner, CommHooks
 from paceline._ddp.greeting import agree
@@ -282,6 +282,7 @@ class Session:
             "init_sync": options.sync_at_start,
             "a hook for buffers": self.sends_buffers,
             "strict": options.strict,
+            "PACELINE_CHECK": _environment.check(),
             "accumulate_in_fp32": options.accumulate_in_fp32,
             "mixed_precision": options.precision,
             "gradient_as_bucket_view": options.view_bytes(gpu is not None),
