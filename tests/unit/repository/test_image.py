@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -18,11 +19,12 @@ ENTRYPOINT = ROOT / "docker" / "entrypoint"
 SSHD_CONFIG = ROOT / "docker" / "sshd_config"
 
 
-def start(*words: str) -> subprocess.CompletedProcess[str]:
+def start(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the entry point as in a container, but with nothing installed."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": tempfile.gettempdir(), **variables}
     return subprocess.run(
         [shutil.which("bash") or "bash", str(ENTRYPOINT), *words],
-        env={"PATH": "/usr/bin:/bin", "HOME": tempfile.gettempdir()},
+        env=env,
         capture_output=True,
         text=True,
     )
@@ -62,6 +64,40 @@ def test_a_wrong_call_says_what_is_missing(words, message):
     done = start(*words)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_what_strangers_plant_in_tmp_is_neither_read_nor_written(tmp_path):
+    """Root makes a file another user's; otherwise a link of this user's must do."""
+    programs, victim = tmp_path / "bin", tmp_path / "victim"
+    programs.mkdir()
+    victim.mkdir(mode=0o755)
+    (victim / "served").write_text("kept")
+    (programs / "jupyter").write_text("#!/bin/sh\necho serves\n")
+    (programs / "jupyter").chmod(0o755)
+    user = os.getuid()
+    (tmp_path / f".paceline-served-{user}").symlink_to(victim / "served")
+    (tmp_path / f"paceline-{user}.0").symlink_to(victim)
+    if user == 0:
+        (tmp_path / "paceline-0.1").mkdir()
+        os.chown(tmp_path / "paceline-0.1", 1, 1)
+    before = set(tmp_path.iterdir())
+    variables = {"TMPDIR": str(tmp_path), "PATH": f"{programs}:/usr/bin:/bin"}
+    assert start("health", **variables).returncode == 0  # nothing is served yet
+    for _ in range(2):  # the container is started again
+        done = start("jupyter", JUPYTER_PORT="1", **variables)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "serves\n", "")
+    assert start("health", **variables).returncode == 1  # and port 1 does not answer
+    (own,) = set(tmp_path.iterdir()) - before
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert (own / "served").read_text() == "http 1\n"
+    assert start("true", **variables).returncode == 0
+    assert start("health", **variables).returncode == 0
+    assert (victim / "served").read_text() == "kept"
+
+
+def test_no_variable_of_the_container_is_on_the_command_line_of_sshd():
+    command = ENTRYPOINT.read_text().partition("exec /usr/sbin/sshd")[2]
+    assert "login_variables" not in command.partition("\n}")[0]
 
 
 def test_sshd_lets_in_the_user_by_key_alone():
