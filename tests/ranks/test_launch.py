@@ -1,6 +1,7 @@
 """`paceline.launch()`: results, failures, prints, and leaks."""
 
 import ctypes
+import errno
 import functools
 import io
 import os
@@ -337,6 +338,29 @@ def test_a_failure_ends_the_other_ranks_and_their_children(tmp_path):
     pids = [int(p) for k in "01" for p in (tmp_path / k).read_text().split()]
     assert len(pids) == 4
     assert wait_until_gone(pids, LONG_SECONDS) == []
+
+
+def refuse(*args):
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_without_pidfds_and_memfds_results_failures_and_ends_are_the_same(
+    monkeypatch, capsys, tmp_path, lacks
+):
+    for name in ("pidfd_open", "memfd_create"):
+        if lacks:  # as in Pythons that were built on an early Linux
+            monkeypatch.delattr(os, name)
+        else:
+            monkeypatch.setattr(os, name, refuse)
+    before = holdings()
+    assert paceline.launch(rank_and, 2, "a") == [(0, "a", {}), (1, "a", {})]
+    with pytest.raises(paceline.RankError, match="killed by SIGKILL"):
+        paceline.launch(signal.raise_signal, 2, signal.SIGKILL)
+    paceline.launch(print, 1, "last words", end="")
+    assert without_gloo(capsys.readouterr().out) == "last words\n"
+    test_a_failure_ends_the_other_ranks_and_their_children(tmp_path)
+    assert held_beyond(before, LONG_SECONDS) == []
 
 
 # ---- objects that do not pickle, and wrong arguments --------------------------------

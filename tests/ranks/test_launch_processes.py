@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import warm
+from support import forbidden, warm
 from support.kernel import MISSING, SECONDS, Kernel
 from support.prints import without_gloo
 from support.processes import is_running, wait_until_gone
@@ -16,7 +16,7 @@ JOB = Path(__file__).parent / "jobs" / "launching.py"
 
 
 class Script:
-    """launching.py, in a new session.
+    """launching.py, in a new session.  `pids`: its ranks, and what ranks have started.
 
     One such script and its ranks start as a user's do; the others are forked.
     """
@@ -34,9 +34,9 @@ class Script:
         )
         self.pids = []
 
-    def read_pids(self):
-        """Wait until both ranks run; read their process ids."""
-        while len(self.pids) < 2:
+    def read_pids(self, n=2):
+        """Wait until both ranks run, or n processes; read their ids."""
+        while len(self.pids) < n:
             _, _, pids = self.read("pid").partition("pid")
             self.pids += map(int, pids.split())
 
@@ -105,15 +105,34 @@ def test_ctrl_c_ends_a_script_and_its_ranks(script):
     assert not any(map(is_running, script.pids))
 
 
+needs_seccomp = pytest.mark.skipif(
+    not forbidden.is_known(), reason="the numbers of system calls are unknown here"
+)
+
+
 @pytest.mark.parametrize(
     ("script", "how"),
-    [("waits", signal.SIGKILL), ("waits", signal.SIGTERM), ("starts", signal.SIGKILL)],
+    [
+        ("waits", signal.SIGKILL),
+        ("waits", signal.SIGTERM),
+        ("starts", signal.SIGKILL),
+        pytest.param("is refused", signal.SIGKILL, marks=needs_seccomp),
+    ],
     indirect=["script"],
 )
 def test_ranks_end_with_their_caller(script, how):
     script.read_pids()
     assert all(map(is_running, script.pids))
     script.process.send_signal(how)
+    assert wait_until_gone(script.pids, SECONDS) == []
+
+
+@pytest.mark.parametrize("script", ["stops"], indirect=True)
+def test_stopped_ranks_and_programs_of_ranks_end_with_the_caller(script):
+    script.read_pids(4)
+    states = [Path(f"/proc/{p}/stat").read_text().split()[2] for p in script.pids]
+    assert states.count("T") == 1
+    script.process.kill()
     assert wait_until_gone(script.pids, SECONDS) == []
 
 

@@ -120,8 +120,9 @@ def launch(  # type: ignore[misc]  # fn may have such keywords
     line: rank 0's unchanged, others' after a prefix such as ``[rank 1] ``.  Their
     standard input is empty, so a breakpoint in `fn` fails.
 
-    A rank ends when its threads have ended, and the processes that it started end with
-    it.  If the caller ends, in whatever way, its ranks end too.
+    A rank ends when its threads have ended.  If the caller ends, in whatever way, its
+    ranks end too, even if they are stopped.  The processes that a rank started end with
+    it, except those in another session or process group (``start_new_session=True``).
     """
     if not callable(fn):
         raise TypeError(

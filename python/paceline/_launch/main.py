@@ -20,7 +20,8 @@ def main() -> None:
     """Answer one call of the process that started this one; end if it ends."""
     answer_fd, call_fd, caller_fd, pipe_fd = map(int, sys.argv[1:])
     for fd in (answer_fd, call_fd, caller_fd, pipe_fd):
-        os.set_inheritable(fd, False)
+        if fd >= 0:  # caller_fd is -1 if the caller has no pidfd
+            os.set_inheritable(fd, False)
     _native.die_with(caller_fd, pipe_fd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _set_streams()

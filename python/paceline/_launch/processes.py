@@ -10,19 +10,24 @@ detects the end of their processes.
 
 A rank ends when its function has returned and its threads have ended, when it is
 killed, or when the caller's process ends in whatever way: the rank watches a pidfd of
-the caller, and a pipe.
+the caller, and a pipe.  Each rank leads a process group, which ends with it.
+
+If this Python has no pidfds, or a sandbox refuses them, the rank watches the pipe
+alone, and the caller polls for the end of its ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, spawn
@@ -33,6 +38,7 @@ from paceline._launch.messages import Call
 
 CLOSE_SECONDS = 5.0
 """How long a rank that has answered may take to end, once another has failed."""
+_POLL_SECONDS = 0.05
 _READ_BYTES = 1 << 16
 _MOST_LINE_BYTES = 1 << 20
 """A longer line is forwarded before its end."""
@@ -114,6 +120,8 @@ class _Process:
         The rank's answer, or a text on how its process ended without one.
     is_running : bool
         False once its end has been seen.
+    pidfd : int
+        -1 if there is none: then call :meth:`poll`.
     """
 
     def __init__(
@@ -143,16 +151,10 @@ class _Process:
                 stdout=ends[0],
                 stderr=ends[1],
                 env=environ,
-                pass_fds=fds,
+                pass_fds=[fd for fd in fds if fd >= 0],
                 start_new_session=True,
             )
-            try:
-                self._pidfd = os.pidfd_open(self._popen.pid)
-            except OSError:
-                self._popen.kill()
-                self._popen.wait()
-                raise
-            held.callback(os.close, self._pidfd)
+            self.pidfd = _open_pidfd(self._popen.pid, held)
             self._held = held.pop_all()
 
     @property
@@ -163,8 +165,17 @@ class _Process:
             jobs[output.fd] = functools.partial(self._forward, output)
         if not self._answers.closed:
             jobs[self._answers.fileno()] = self._take_answer
-        jobs[self._pidfd] = self._end
+        if self.pidfd >= 0:
+            jobs[self.pidfd] = self._end
         return jobs
+
+    def poll(self) -> None:
+        """Finish with the process if it has ended."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT  # `_end` reaps it
+        with contextlib.suppress(ChildProcessError):  # the program ignores SIGCHLD
+            if os.waitid(os.P_PID, self._popen.pid, how) is None:
+                return
+        self._end()
 
     def _forward(self, output: _Output) -> None:
         if not output.pump():
@@ -202,6 +213,26 @@ class _Process:
         self.is_running = False
         self._outputs = []
         self._held.close()
+
+
+def _open_pidfd(pid: int, held: contextlib.ExitStack) -> int:
+    """Return a pidfd that `held` closes; -1 if this Python or the system has none."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1
+    held.callback(os.close, pidfd)
+    return pidfd
+
+
+def _open_memory(held: contextlib.ExitStack) -> int:
+    """Return a file without a name that `held` closes: in memory, else on a disk."""
+    try:
+        fd = os.memfd_create("paceline-call")
+    except (AttributeError, OSError):
+        return held.enter_context(tempfile.TemporaryFile()).fileno()
+    held.callback(os.close, fd)
+    return fd
 
 
 def _interpreter() -> list[str]:
@@ -252,12 +283,10 @@ class Processes:
         """Start a rank for each of `environs`: its variables besides the caller's."""
         counts = _count_threads(len(environs))
         with contextlib.ExitStack() as ranks_own:
-            call_fd = os.memfd_create("paceline-call")
-            ranks_own.callback(os.close, call_fd)
+            call_fd = _open_memory(ranks_own)
             with open(call_fd, "wb", closefd=False) as file:
                 pickle.dump(call, file)
-            caller_fd = os.pidfd_open(os.getpid())
-            ranks_own.callback(os.close, caller_fd)
+            caller_fd = _open_pidfd(os.getpid(), ranks_own)
             pipe_fd, self._pipe_fd = os.pipe()
             ranks_own.callback(os.close, pipe_fd)
             inherited = call_fd, caller_fd, pipe_fd
@@ -289,16 +318,20 @@ class Processes:
 
     def _turn(self, until: float | None) -> bool:
         """Wait for something to do, and do it; return False if time runs out."""
+        running = [process for process in self._processes if process.is_running]
+        polled = [process for process in running if process.pidfd < 0]
         jobs: dict[int, Callable[[], None]] = {}
-        for process in self._processes:
-            if process.is_running:
-                jobs |= process.jobs
-        seconds = None if until is None else max(0.0, until - time.monotonic())
-        ready = connection.wait(list(jobs), seconds)
+        for process in running:
+            jobs |= process.jobs
+        left = math.inf if until is None else max(0.0, until - time.monotonic())
+        turn = min(left, _POLL_SECONDS) if polled else left
+        ready = connection.wait(list(jobs), None if turn == math.inf else turn)
         for fd, job in jobs.items():
             if fd in ready:
                 job()
-        return bool(ready)
+        for process in polled:
+            process.poll()
+        return bool(ready) or turn < left
 
     def close(self) -> None:
         """Kill the ranks that have not answered; let the others end, then kill them."""

@@ -6,6 +6,7 @@ Each rank prints its process id.
 import atexit
 import itertools
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import paceline
 import torch
 import torch.distributed as dist
 from paceline._launch import processes
+from support import forbidden
 from torch import nn
 
 how = sys.argv[1]
@@ -41,7 +43,10 @@ def train(n_steps):
         threading.Thread(target=speak_late).start()
         atexit.register(print, "handlers run")
         return 0.0
-    if dist.get_rank() == 1:
+    if how == "stops":
+        stop = "kill -STOP $PPID; " * dist.get_rank()
+        subprocess.Popen(["sh", "-c", f"{stop}echo pid $$; exec sleep 600"])
+    elif dist.get_rank() == 1:
         sum(itertools.repeat(0))  # never lets another Python thread run
     time.sleep(600)
 
@@ -55,6 +60,10 @@ def started():
     """Return the processes of ranks that this one has started so far."""
     return [each._popen.pid for group in processes._open for each in group._processes]
 
+
+if how == "is refused":  # a sandbox
+    for name in ("memfd_create", "pidfd_open"):
+        forbidden.forbid(name)
 
 if how in ("starts", "forks", "becomes another", "exits"):
     threading.Thread(target=paceline.launch, args=(train, 2, 3), daemon=True).start()
