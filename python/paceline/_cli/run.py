@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-from paceline import _cgroup
+from paceline import _cgroup, _environment
 from paceline._install import rebind
 
 
@@ -65,6 +66,8 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
     n_cores = min(len(os.sched_getaffinity(0)), _cgroup.cpu_quota() or sys.maxsize)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(n_cores) // int(n))))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not os.environ.get(_environment.SECRET):
+        os.environ[_environment.SECRET] = secrets.token_hex(32)
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--local-addr=127.0.0.1", f"--nproc-per-node={n}", *arguments]
 

@@ -120,6 +120,9 @@ def launch(  # type: ignore[misc]  # fn may have such keywords
     line: rank 0's unchanged, others' after a prefix such as ``[rank 1] ``.  Their
     standard input is empty, so a breakpoint in `fn` fails.
 
+    Ranks meet and use Gloo on the loopback; ``GLOO_SOCKET_IFNAME`` moves Gloo.  A store
+    that `fn` makes itself listens on every interface, as torch's stores do.
+
     A rank ends when its threads have ended.  If the caller ends, in whatever way, its
     ranks end too, even if they are stopped.  The processes that a rank started end with
     it, except those in another session or process group (``start_new_session=True``).

@@ -380,6 +380,7 @@ def _environment(n_threads: int) -> dict[str, str]:
     """Return the environment of a rank that computes with `n_threads`."""
     environ = {k: v for k, v in os.environ.items() if k not in _BINDING}
     return {
+        "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this host
         **environ,
         "OMP_NUM_THREADS": str(n_threads),
         "MKL_NUM_THREADS": str(n_threads),

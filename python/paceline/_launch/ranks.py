@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 import os
 import pickle
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline import _environment
 from paceline._launch import payloads, rank, variables
 from paceline._launch.messages import Call, Failure, unpack_exception
 from paceline._launch.processes import Processes
@@ -76,15 +79,26 @@ def run(n: int, call: Call) -> list[Any]:
 @contextmanager
 def _started(n: int, call: Call) -> Iterator[Processes]:
     """Start the ranks and the store at which they meet; end both afterwards."""
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        _ADDRESS, 0, is_master=True, wait_for_workers=False
-    )
+    store = _make_store()
     try:
         with closing(Processes()) as processes:
             processes.start(call, _environs(n, store.port))
             yield processes
     finally:
         del store  # closes the port, even if a traceback keeps this frame
+
+
+def _make_store() -> Any:
+    """Return a store that listens on the loopback; torch's own socket would on all."""
+    listener = socket.create_server((_ADDRESS, 0))
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        _ADDRESS,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+        use_libuv=False,  # with it, torch 2.4 takes no socket
+    )
 
 
 def _environs(n: int, port: int) -> list[dict[str, str]]:
@@ -94,6 +108,7 @@ def _environs(n: int, port: int) -> list[dict[str, str]]:
         variables.LOCAL_WORLD_SIZE: str(n),
         variables.MASTER_ADDR: _ADDRESS,
         variables.MASTER_PORT: str(port),
+        _environment.SECRET: secrets.token_hex(32),
         **rank.OWN_VARIABLES,
     }
     return [

@@ -99,6 +99,8 @@ test_names_that_are_misspelt_and_wrong_values_are_found = judged(
 def test_variables_of_others_are_not_shown():
     finding = machine.judge_environment({"MY_TOKEN": "x", "OMP_X": "4"})
     assert finding.found == "OMP_X=4"
+    finding = machine.judge_environment({"PACELINE_SECRET": "word"})
+    assert finding.found == "PACELINE_SECRET=(not shown)"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`paceline run -n`: the arguments and environment of torchrun."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -42,14 +43,19 @@ def test_ranks_share_the_cores_and_other_options_are_torchruns(
     found = run._as_ranks(n, rest)
     passed_on = rest if n else rest[1:]
     assert found == [*TORCHRUN, f"--nproc-per-node={n_ranks}", *passed_on]
+    secret = os.environ.pop("PACELINE_SECRET")
+    assert re.fullmatch("[0-9a-f]{64}", secret)
     assert environ() == {"OMP_NUM_THREADS": n_threads, "GLOO_SOCKET_IFNAME": "lo"}
+    run._as_ranks(n, rest)
+    assert os.environ["PACELINE_SECRET"] != secret
 
 
 def test_what_the_user_has_set_and_the_containers_share_count(monkeypatch):
     monkeypatch.setattr(_cgroup, "cpu_quota", lambda: 4.5)
-    os.environ.update(GLOO_SOCKET_IFNAME="eth0")
-    run._as_ranks("2", ["train.py"])
-    assert environ() == {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "eth0"}
+    own = {"GLOO_SOCKET_IFNAME": "eth0", "PACELINE_SECRET": "word"}
+    os.environ.update(own)
+    assert "word" not in run._as_ranks("2", ["train.py"])
+    assert environ() == {"OMP_NUM_THREADS": "2", **own}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from paceline import _cgroup
+from paceline import _cgroup, _environment
 from paceline._cli.doctor import imports
 from paceline._cli.doctor.finding import (
     GIB,
@@ -175,16 +175,15 @@ def judge_environment(environ: Mapping[str, str]) -> Finding:
     variables = {name: environ[name] for name in names}
     shown, wrong, doubtful = dict(variables), [], []
     for name, value in variables.items():
-        close = [name]
-        if name not in VARIABLES and name.startswith("PACELINE_"):
-            close = difflib.get_close_matches(name, VARIABLES, 1)
-        if close == ["PACELINE_SECRET"]:  # misspelt, too
+        is_unknown = name.startswith("PACELINE_") and name not in VARIABLES
+        if name == _environment.SECRET or is_unknown:  # it may be misspelt
             shown[name] = "..."
         if name in VARIABLES:
             is_right, words = VARIABLES[name]
             if value and not is_right(value):
                 wrong.append(f"{name} is {shown[name]!r}: give {words}.")
-        elif name.startswith("PACELINE_"):
+        elif is_unknown:
+            close = difflib.get_close_matches(name, VARIABLES, 1)
             meant = f": did you mean {close[0]}?" if close else "."
             doubtful.append(f"Paceline has no variable {name}{meant}")
         elif name in _SLOW and value.upper() == _SLOW[name]:
