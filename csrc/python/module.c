@@ -98,10 +98,10 @@ static PyObject *before_fork(PyObject *module, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
+static PyObject *after_fork_in_child(PyObject *module, PyObject *kept)
 {
     PLI_ENTER(module);
-    (void)ignored;
+    Py_INCREF(kept); /* never dropped, so that no one destroys what it holds */
     reducer_object *reducer = state_of_module(module)->reducers;
     pli_watchdog_forget(state_of_module(module)->watchdog);
     pli_progress_forget(state_of_module(module)->progress);
@@ -157,10 +157,9 @@ static PyMethodDef module_methods[] = {
     {"before_fork", before_fork, METH_NOARGS,
      "before_fork()\n--\n\nMove gradients from shared memory into private memory, "
      "which a child gets a copy of."},
-    {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
-     "after_fork_in_child()\n--\n\nClose inherited connections, and make gradients "
-     "that "
-     "are still shared with the parent private."},
+    {"after_fork_in_child", after_fork_in_child, METH_O,
+     "after_fork_in_child(kept, /)\n--\n\nNever destroy `kept`, close inherited "
+     "connections, and make gradients that are\nstill shared with the parent private."},
     {"has_ended", has_ended, METH_VARARGS,
      "has_ended(pid, /)\n--\n\nTell whether a process has ended: at once if the kernel "
      "has pidfds, else once its parent has reaped it."},

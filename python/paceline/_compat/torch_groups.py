@@ -167,6 +167,11 @@ def group_store(group: dist.ProcessGroup) -> Any:
         return None
 
 
+def registered() -> list[Any]:
+    """Return all groups that torch has registered, and their stores."""
+    return list(c10d._world.pg_map.items())
+
+
 def is_store_of_rank_0(group: dist.ProcessGroup) -> bool:
     """Tell whether the store of ``group`` is known to be in its rank 0's process."""
     ranks, method = c10d._world.pg_group_ranks.get(group), c10d._default_pg_init_method

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from paceline import _native
 from paceline._compat import torch_core, torch_groups
-from paceline._ddp import group_comm
+from paceline._ddp import forks, group_comm
 from paceline._ddp.mixed_precision import StandIn
 
 _ORDER_LOST = (
@@ -190,7 +190,7 @@ class CommHookRunner:
                 f"{kind.__qualname__}."
             )
             return
-        self._pending.append((index, buffer, future))
+        self._pending.append((index, buffer, forks.note(future)))
 
     def abandon(self) -> None:
         """Leave a failed step.
@@ -279,6 +279,7 @@ class CommHooks:
         self.registered: list[tuple[Hook, Any]] = []  # and its state; one at most
         self.is_builtin = False  # a hook that torch has written in C++
         self.name = ""  # for the logging data
+        forks.note(self)  # a state may hold a group
 
     def refuse_second(self, *methods: str) -> None:
         """Raise if there is a hook; `methods` begin with the one called."""
@@ -297,6 +298,7 @@ class CommHooks:
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         vars(self).update(attributes)
+        forks.note(self)
         self.registered = [
             (hook, torch_groups.default_group() if state is _DefaultGroup else state)
             for hook, state in self.registered

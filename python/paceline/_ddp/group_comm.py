@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from paceline import _native
 from paceline._compat import torch_core, torch_groups
+from paceline._ddp import forks
 
 _POLL_SECONDS = 0.05
 
@@ -76,7 +77,7 @@ class GroupComm:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group = forks.note(group)
         self._size = int(group.size())
         self._pending: list[tuple[int, Any]] = []
 
@@ -112,7 +113,7 @@ class GroupComm:
         else:
             tensor = self._range(dtype, offset_bytes, n_elems)
             work = self._begin(kind, tensor, reduction, root)
-        self._pending.append((ticket, work))
+        self._pending.append((ticket, forks.note(work)))
 
     def _begin(self, kind: str, tensor: torch.Tensor, reduction: str, root: int) -> Any:
         if kind == "all-reduce":

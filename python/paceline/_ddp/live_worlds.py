@@ -10,6 +10,7 @@ from contextlib import suppress
 from multiprocessing import util
 
 from paceline import _native
+from paceline._ddp import forks
 from paceline._ddp.last_error import keep_error_of_child, last_error
 
 _GOODBYE_PRIORITY = 100
@@ -22,10 +23,7 @@ _owner_pid = 0
 def add(world: _native.RankWorld) -> None:
     """Leave a world as this process ends, if it lives until then."""
     global _owner_pid
-    if not _owner_pid:  # the first world of the process
-        os.register_at_fork(
-            before=_native.before_fork, after_in_child=_native.after_fork_in_child
-        )
+    forks.prepare()
     if _owner_pid != os.getpid():
         _owner_pid = os.getpid()
         atexit.unregister(_say_goodbye)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline import _environment, _native
 from paceline._compat import torch_core, torch_groups
+from paceline._ddp import forks
 from paceline._ddp.mixed_precision import Precision
 
 MIB = 1 << 20
@@ -50,6 +51,9 @@ class Options:
     strict: bool = False  # refuse what torch refuses
     accumulate_in_fp32: bool = False  # 16-bit gradients on GPUs
     precision: Precision | None = None  # of forwards and averages, if mixed
+
+    def __post_init__(self) -> None:
+        forks.note(self.group)
 
     def caps_of(self, *, is_by_group: bool, is_on_gpu: bool) -> Caps:
         """Return the caps that suit the carrier of the gradients."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from paceline import _messages, _native
 from paceline._compat import torch_groups
-from paceline._ddp import host_links
+from paceline._ddp import forks, host_links
 
 _log = logging.getLogger("paceline")
 
@@ -187,7 +187,7 @@ class Peers:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         number = next(_wrap_numbers[name])
         prefix = f"paceline/{name}/{restart}/{number}"
-        self.store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self.store = forks.note(dist.PrefixStore(prefix, store))  # type: ignore[attr-defined]
         self._store = self.store
         self._in_time(self._tell_and_read_hosts)
 

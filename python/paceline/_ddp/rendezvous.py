@@ -23,7 +23,14 @@ import torch.distributed as dist
 
 from paceline import _messages, _native
 from paceline._compat import torch_groups
-from paceline._ddp import group_comm, host_links, job_secret, live_worlds, open_files
+from paceline._ddp import (
+    forks,
+    group_comm,
+    host_links,
+    job_secret,
+    live_worlds,
+    open_files,
+)
 from paceline._ddp.peers import (
     CHECK_EVERY_SECONDS,
     CHECK_FIRST_SECONDS,
@@ -192,10 +199,12 @@ class Meeting:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         if not self._is_known_kind:
             options = torch_groups.all_gather_options()
-            group_comm.wait_for(self.group.allgather([rows], [mine], options))
+            work = forks.note(self.group.allgather([rows], [mine], options))
+            group_comm.wait_for(work)
             return rows
         try:
             work = dist.all_gather(rows, mine, group=self.group, async_op=True)
+            forks.note(work)
             check_at = time.monotonic() + CHECK_FIRST_SECONDS
             while not work.is_completed():
                 time.sleep(POLL_SECONDS)
