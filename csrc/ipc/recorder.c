@@ -1,4 +1,4 @@
-/* recorder.c - creates and removes the file of the last steps, and writes to it.
+/* recorder.c - creates the file of the last steps, and writes to it.
  *
  * Every store is a release, which costs nothing on x86 and little elsewhere: a reader
  * that sees a value of a step also sees the odd `sequence` stored before it.
@@ -22,11 +22,10 @@ _Static_assert(offsetof(pli_recorder_file, records) == 4096, "as drawn above");
 struct pli_recorder {
     pli_recorder_file *file;    /* not mapped in a forked child */
     unsigned n_forks;           /* n_forks of the process that created it */
+    atomic_int fd;              /* by which readers find the file; -1: hidden */
     pli_record *_Atomic record; /* of the current step; NULL between steps */
     int64_t part_begin_ns;
     int64_t reducing_before_ns; /* record->reducing_ns when the wait began */
-    char *path;
-    int is_linked;
 };
 
 /* Forks on the way to this process: a child must not write to its parent's file. */
@@ -68,32 +67,25 @@ static int64_t get(const _Atomic int64_t *field)
 
 /* ---- life ----------------------------------------------------------------------- */
 
-static pl_status map_new_file(const char *path, pli_recorder_file **out)
+static pl_status map_new_file(const char *name, pli_recorder *self)
 {
     pl_status st = PL_OK;
-    int is_made = 0;
-    const int flags = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
-    void *base = MAP_FAILED;
-    const int fd = PL_SYS(open(path, flags, 0600));
-    if (fd < 0)
-        PL_FAIL_ERRNO("cannot create %s", path);
-    is_made = 1;
-    /* Allocate all pages: a full file system is an error here, not a SIGBUS later. */
-    if (PL_SYS(fallocate(fd, 0, 0, sizeof(pli_recorder_file))) != 0)
-        PL_FAIL_ERRNO("no room for %s", path);
-    base = PL_SYS_PTR(mmap(NULL, sizeof(pli_recorder_file), PROT_READ | PROT_WRITE,
-                           MAP_SHARED | MAP_POPULATE, fd, 0),
-                      MAP_FAILED);
+    const off_t n_bytes = sizeof *self->file;
+    self->fd = PL_SYS(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (self->fd < 0)
+        PL_FAIL_ERRNO("cannot make a file in memory (memfd_create)");
+    /* Allocate all pages: a lack of memory is an error here, not a SIGBUS later. */
+    if (PL_SYS(fallocate(self->fd, 0, 0, n_bytes)) != 0)
+        PL_FAIL_ERRNO("no room for recorded steps");
+    void *base = PL_SYS_PTR(mmap(NULL, sizeof *self->file, PROT_READ | PROT_WRITE,
+                                 MAP_SHARED | MAP_POPULATE, self->fd, 0),
+                            MAP_FAILED);
     if (base == MAP_FAILED)
-        PL_FAIL_ERRNO("cannot map %s", path);
-    (void)madvise(base, sizeof(pli_recorder_file), MADV_DONTFORK);
-    (void)madvise(base, sizeof(pli_recorder_file), MADV_DONTDUMP);
-    *out = base;
+        PL_FAIL_ERRNO("cannot map recorded steps");
+    (void)madvise(base, sizeof *self->file, MADV_DONTFORK);
+    (void)madvise(base, sizeof *self->file, MADV_DONTDUMP);
+    self->file = base;
 done:
-    if (fd >= 0)
-        (void)close(fd);
-    if (st != PL_OK && is_made)
-        (void)unlink(path);
     return st;
 }
 
@@ -110,7 +102,7 @@ static void write_header(pli_recorder_file *file, const char *who)
     atomic_store_explicit(&file->magic, PLI_RECORDER_MAGIC, memory_order_release);
 }
 
-pl_status pli_recorder_create(const char *path, const char *who, pli_recorder **out)
+pl_status pli_recorder_create(const char *name, const char *who, pli_recorder **out)
 {
     pl_status st = PL_OK;
     pli_recorder *self = NULL;
@@ -121,12 +113,14 @@ pl_status pli_recorder_create(const char *path, const char *who, pli_recorder **
     if (handler_error != 0)
         PL_FAIL(PL_ENOMEM, "no memory for a fork handler (pthread_atfork)");
     PL_TRY(pli_calloc(1, sizeof *self, "a recorder", &self));
-    PL_TRY(pli_calloc(strlen(path) + 1, 1, "a recorder's path", &self->path));
-    memcpy(self->path, path, strlen(path));
     self->n_forks = atomic_load_explicit(&n_forks, memory_order_relaxed);
-    PL_TRY(map_new_file(path, &self->file));
-    self->is_linked = 1;
+    self->fd = -1;
+    PL_TRY(map_new_file(name, self));
     write_header(self->file, who);
+    /* Cutting the file would kill this process and readers.  To them, an unsealed file
+     * is not yet complete. */
+    if (PL_SYS(fcntl(self->fd, F_ADD_SEALS, PLI_RECORDER_SEALS)) != 0)
+        PL_FAIL_ERRNO("cannot seal recorded steps");
     *out = self;
     self = NULL;
 done:
@@ -134,23 +128,21 @@ done:
     return st;
 }
 
-void pli_recorder_unlink(pli_recorder *self)
+void pli_recorder_hide(pli_recorder *self)
 {
-    if (!is_own(self) || !self->is_linked)
-        return;
-    self->is_linked = 0;
-    (void)unlink(self->path);
+    const int fd = self != NULL ? atomic_exchange(&self->fd, -1) : -1;
+    if (fd >= 0)
+        (void)close(fd);
 }
 
 void pli_recorder_destroy(pli_recorder *self)
 {
     if (self == NULL)
         return;
-    pli_recorder_unlink(self);
+    pli_recorder_hide(self);
     /* A forked child may have other memory at this address. */
     if (is_own(self) && self->file != NULL)
-        (void)munmap(self->file, sizeof(pli_recorder_file));
-    pli_free(self->path);
+        (void)munmap(self->file, sizeof *self->file);
     pli_free(self);
 }
 
@@ -165,7 +157,8 @@ static void begin_record(pli_recorder *self, uint64_t step)
     self->record = record;
     self->reducing_before_ns = 0;
     const int64_t n = get(&record->n_buckets);
-    const size_t n_used = (size_t)(n < PLI_RECORDER_BUCKETS ? n : PLI_RECORDER_BUCKETS);
+    const size_t n_used =
+        n >= 0 && n < PLI_RECORDER_BUCKETS ? (size_t)n : PLI_RECORDER_BUCKETS;
     const size_t end = offsetof(pli_record, buckets) + n_used * sizeof *record->buckets;
     for (size_t at = offsetof(pli_record, step); at < end; at += sizeof step)
         put((_Atomic int64_t *)(void *)((char *)record + at), 0);

@@ -1,5 +1,6 @@
 /* recorder.h - records the last steps of a rank, or of a process with replicas, in a
- * file that the user's `paceline top` and `paceline trace` read.
+ * memfd that the user's `paceline top` and `paceline trace` read.  They find it among
+ * the descriptors of the user's processes, in /proc.
  *
  *     | layout |  now  |  who: JSON  | record 0 | record 1 | ... | record 63 |
  *     0        64     128           4096
@@ -35,6 +36,7 @@ enum {
     PLI_RECORDER_RECORDS = 64,
     PLI_RECORDER_BUCKETS = 28, /* the first ones of a step */
     PLI_RECORDER_WHO_BYTES = 3968,
+    PLI_RECORDER_SEALS = 7,    /* the size is final: F_SEAL_SEAL, _SHRINK and _GROW */
     PLI_RECORDER_NOBODY = -1,  /* instead of a rank: there was no wait */
     PLI_RECORDER_SOMEBODY = -2 /* instead of a rank: a wait for an unknown rank */
 };
@@ -85,13 +87,14 @@ typedef struct pli_recorder_file {
 
 typedef struct pli_recorder pli_recorder;
 
-/* Creates the file, which must not exist, with mode 0600 and all pages allocated, and
- * begins to record.  `who` is a JSON object in UTF-8.  *out: the caller destroys it. */
-pl_status pli_recorder_create(const char *path, const char *who,
+/* Makes a memfd of that name, with all pages allocated, and begins to record.  `who` is
+ * a JSON object in UTF-8.  *out: the caller destroys it. */
+pl_status pli_recorder_create(const char *name, const char *who,
                               pli_recorder **out) PL_MUST_USE;
 
-/* Removes the file's name, so that no reader finds it.  May be called twice. */
-void pli_recorder_unlink(pli_recorder *self);
+/* Closes the descriptor, so that no reader finds the file.  May be called twice, and in
+ * a forked child, which closes its copy: readers pass over it in any case. */
+void pli_recorder_hide(pli_recorder *self);
 void pli_recorder_destroy(pli_recorder *self);
 
 /* Records what the process does from now on, and in which step. */

@@ -106,8 +106,10 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *kept)
     pli_watchdog_forget(state_of_module(module)->watchdog);
     pli_progress_forget(state_of_module(module)->progress);
     pli_processes_forget(state_of_module(module)->processes);
-    for (; reducer != NULL; reducer = reducer->next)
+    for (; reducer != NULL; reducer = reducer->next) {
         reducer->comm->ops->forget(reducer->comm);
+        pli_recorder_hide(reducer->comm->recorder);
+    }
     return before_fork(module, NULL); /* views that another thread has made since */
 }
 

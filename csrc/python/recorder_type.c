@@ -14,18 +14,18 @@ static pli_recorder *recorder_of(PyObject *object)
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PLI_ENTER(type);
-    static char *names[] = {"path", "who", NULL};
-    PyObject *path = NULL;
+    static char *names[] = {"name", "who", NULL};
+    PyObject *name = NULL;
     const char *who = NULL;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&s:Recorder", names,
-                                     PyUnicode_FSConverter, &path, &who))
+                                     PyUnicode_FSConverter, &name, &who))
         return NULL;
     recorder_object *self = (recorder_object *)type->tp_alloc(type, 0);
     if (self != NULL &&
-        pli_check(state_of_type(type), pli_recorder_create(PyBytes_AS_STRING(path), who,
+        pli_check(state_of_type(type), pli_recorder_create(PyBytes_AS_STRING(name), who,
                                                            &self->recorder)) != 0)
         Py_CLEAR(self);
-    Py_DECREF(path);
+    Py_DECREF(name);
     return (PyObject *)self;
 }
 
@@ -56,7 +56,7 @@ static PyObject *recorder_close(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
     (void)ignored;
-    pli_recorder_unlink(recorder_of(object));
+    pli_recorder_hide(recorder_of(object));
     Py_RETURN_NONE;
 }
 
@@ -64,7 +64,7 @@ static PyMethodDef recorder_methods[] = {
     {"record", recorder_record, METH_VARARGS,
      "record($self, activity, step, /)\n--\n\nRecord what the process does now."},
     {"close", recorder_close, METH_NOARGS,
-     "close($self, /)\n--\n\nRemove the file; may be called twice."},
+     "close($self, /)\n--\n\nHide the file from readers; may be called twice."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -79,8 +79,8 @@ static PyType_Slot recorder_slots[] = {
     {Py_tp_dealloc, recorder_dealloc},
     {Py_tp_methods, recorder_methods},
     {Py_tp_members, recorder_members},
-    {Py_tp_doc, "Recorder(path, who)\n--\n\n"
-                "A new file that records the last steps; `who` is a JSON object."},
+    {Py_tp_doc, "Recorder(name, who)\n--\n\n"
+                "A new memfd that records the last steps; `who` is a JSON object."},
     {0, NULL},
 };
 

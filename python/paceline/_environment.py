@@ -48,17 +48,12 @@ def is_strict() -> bool:
     return text == "1"
 
 
-def recorder_folder() -> Path | None:
-    """Return the folder for recorded steps; None if they are not recorded."""
+def recorder_name() -> str | None:
+    """Return the name of recordings in /proc; None if steps are not recorded."""
     text = os.environ.get(RECORDER, "")
     if text == "0":
         return None
-    if text.startswith("/"):
-        return Path(text)
-    for folder in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", "")):
-        if os.path.isdir(folder):
-            return Path(folder)
-    return None
+    return "paceline-steps" if text in ("", "1") else f"paceline-steps-{text}"
 
 
 def check() -> str:

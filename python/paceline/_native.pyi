@@ -1,6 +1,5 @@
 """Types of the native module (csrc/python)."""
 
-import os
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, final
@@ -122,7 +121,7 @@ class GradientSum:
 
 @final
 class Recorder:
-    def __new__(cls, path: str | os.PathLike[str], who: str) -> Recorder: ...
+    def __new__(cls, name: str, who: str) -> Recorder: ...
     def record(self, activity: int, step: int, /) -> None: ...
     def close(self) -> None: ...
 

@@ -1,16 +1,14 @@
-"""Recordings: files that hold the last steps of ranks and of DataParallel models.
+"""Recordings: files in memory with the last steps of ranks and DataParallel models.
 
-``csrc/ipc/recorder.c`` writes a file for each wrapper; ``paceline top`` and ``paceline
-trace`` read them.  A file is named after its process::
-
-    paceline-<user>-<PID namespace>-<process>-<its start, in clock ticks>-<n>
-
-so that a reader can tell from the name whether the process still runs.  The wrapper
-removes its file; find() removes the files of processes that were killed.
+``csrc/ipc/recorder.c`` makes a file for each wrapper: a memfd, which has no name and
+ends with its process.  ``paceline top`` and ``paceline trace`` find it among the
+descriptors of this user's processes, in /proc.  Its size is sealed: cutting it would
+kill its writer and readers.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import logging
@@ -18,7 +16,6 @@ import mmap
 import os
 import re
 import socket
-import stat
 import struct
 import time
 import weakref
@@ -59,7 +56,7 @@ _BUCKET = struct.Struct("<4q")
 _MOST_TEXT = 200  # of each entry of `who`
 _WHO = {
     **dict.fromkeys(("kind", "job", "model", "host", "device"), str),
-    **dict.fromkeys(("rank", "world_size", "local_rank", "pid"), int),
+    **dict.fromkeys(("rank", "world_size", "local_rank", "pid", "start"), int),
     "wall_minus_monotonic_ns": int,
 }
 """The entries that readers need, and their types."""
@@ -67,63 +64,46 @@ _WHO = {
 # ---- finding ------------------------------------------------------------------------
 
 
+_F_GET_SEALS = 1034  # fcntl lacks it in some builds of Python
+_SEALS = 7  # PLI_RECORDER_SEALS of csrc/ipc/recorder.h
+
+
 class Process(NamedTuple):
     """A process identity that survives the reuse of its PID."""
 
-    namespace: int
-    pid: int
-    start: int
+    pid: int  # in its own PID namespace
+    start: int  # in clock ticks
 
     @classmethod
-    def this(cls) -> Process:
-        """Return this process."""
-        pid = os.getpid()
-        return cls(_pid_namespace(), pid, _start_of(pid) or 0)
+    def of(cls, pid: int | str) -> Process:
+        """Return the identity of a process; raise OSError if it is gone."""
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        status = Path(f"/proc/{pid}/status").read_bytes()
+        pids = re.search(rb"^NSpid:.*?(\d+)$", status, re.MULTILINE)
+        return cls(int(pids[1] if pids else pid), int(fields[19]))
 
 
-_NAME = re.compile(r"paceline-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
+def find(name: str) -> Iterator[tuple[int, Path]]:
+    """Yield the process, as seen from here, and the path of each file of this name.
 
-
-def _pid_namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-def _start_of(pid: int) -> int | None:
-    """Return when a process began, in clock ticks; None if it is gone or dead."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = text.rpartition(b")")[2].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def find(folder: Path) -> list[Path]:
-    """Return the files of this user's running processes; remove those of ended ones.
-
-    Leave alone the files of another PID namespace: this one cannot see its processes.
+    Leave out processes of other users, and those that may not be looked into.
     """
-    found = []
-    namespace, user = _pid_namespace(), os.geteuid()
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            match = _NAME.fullmatch(entry.name)
-            if match is None or int(match[1]) != user or int(match[2]) != namespace:
+    link, user = f"/memfd:{name} (deleted)", os.geteuid()
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        folder = f"/proc/{pid}/fd"
+        with suppress(OSError):  # it has ended, or may not be looked into
+            if os.stat(folder).st_uid != user:
                 continue
-            if _start_of(int(match[3])) == int(match[4]):
-                found.append(folder / entry.name)
-            else:
-                with suppress(OSError):  # another process may have removed it
-                    os.unlink(entry.path)
-    return sorted(found, key=lambda path: [*map(int, path.name.split("-")[1:])])
+            files: dict[int, Path] = {}
+            for fd in sorted(map(int, os.listdir(folder))):
+                path = f"{folder}/{fd}"
+                with suppress(FileNotFoundError):  # just closed
+                    if os.readlink(path) == link:
+                        files.setdefault(os.stat(path).st_ino, Path(path))
+            yield from ((pid, path) for path in files.values())
 
 
 # ---- writing ------------------------------------------------------------------------
-
-_numbers = itertools.count()
 
 
 def identity() -> str:
@@ -140,23 +120,20 @@ def start(**who: Any) -> _native.Recorder | None:
         The facts for readers: ``kind``, ``job``, ``model``, ``rank``, ``world_size``,
         ``local_rank``, ``device``.
     """
-    folder = _environment.recorder_folder()
-    if folder is None:
+    name = _environment.recorder_name()
+    if name is None:
         return None
     try:
         from paceline import _native
 
-        find(folder)  # removes the files of ended processes
-        process = Process.this()
         who |= {
-            "pid": process.pid,
+            **Process.of("self")._asdict(),
             "host": socket.gethostname(),
             "started": time.time(),
             "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
         }
         cut = {k: v[:_MOST_TEXT] if isinstance(v, str) else v for k, v in who.items()}
-        name = "paceline-{}-{}-{}-{}-{}".format(os.geteuid(), *process, next(_numbers))
-        return _native.Recorder(folder / name, json.dumps(cut))
+        return _native.Recorder(name, json.dumps(cut))
     except Exception as error:  # training must continue without a recorder
         _log.debug("steps are not recorded: %s", error)
         return None
@@ -170,7 +147,7 @@ class Steps:
     Parameters
     ----------
     owner : DataParallel
-        The model whose steps are recorded.  Its file is removed with it.
+        The model whose steps are recorded.  Its file ends with it.
     n_replicas : int
         The number of its replicas.
     """
@@ -253,8 +230,13 @@ class Now:
     awaiting: int
 
 
+def printable(text: str) -> str:
+    """Return a text in which escapes stand for what could drive a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def _read_who(text: bytes, path: Path) -> dict[str, Any]:
-    """Return the facts of a process; raise RecordingError if some are missing."""
+    """Return the facts of a process, fit to be shown; raise RecordingError without."""
     try:
         who = json.loads(text.rstrip(b"\0"))
         is_whole = all(isinstance(who[name], kind) for name, kind in _WHO.items())
@@ -262,7 +244,7 @@ def _read_who(text: bytes, path: Path) -> dict[str, Any]:
         is_whole = False
     if not is_whole:
         raise RecordingError(f"{path} does not name the process that wrote it.")
-    return dict(who)
+    return {k: printable(v) if isinstance(v, str) else v for k, v in who.items()}
 
 
 class Recording:
@@ -281,19 +263,19 @@ class Recording:
     Raises
     ------
     RecordingError
-        If the file is no recording, or belongs to another user or version.
+        If the file is no recording, or belongs to another version.
     OSError
-        If the file cannot be opened, for example because it was just removed.
+        If the file is another user's, is not yet complete, or was just closed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise RecordingError(f"{path} is not a file of this user.")
+            is_sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
+            if status.st_uid != os.geteuid() or not is_sealed:
+                raise PermissionError(f"{path} is another user's, or not yet complete.")
             if status.st_size < _WHO_AT:
                 raise RecordingError(f"{path} is too short for recorded steps.")
             self._memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
@@ -301,7 +283,7 @@ class Recording:
             os.close(descriptor)
         magic, version, header, record, n, n_buckets = _LAYOUT.unpack_from(self._memory)
         if magic != MAGIC:
-            raise RecordingError(f"{path} is not yet complete, or holds no steps.")
+            raise RecordingError(f"{path} holds no steps.")
         if version != VERSION:
             raise RecordingError(
                 f"{path} was written by a Paceline that records in layout {version}, "
@@ -349,15 +331,24 @@ class Recording:
         self._memory.close()
 
 
-def open_all(folder: Path) -> Iterator[Recording | RecordingError]:
+def open_all(name: str) -> Iterator[Recording | RecordingError]:
     """Yield the recordings of this user's processes; an error for each unreadable one.
 
-    The caller closes the recordings.
+    The caller closes the recordings.  In their facts, a process has the number by which
+    it is seen from here.
     """
-    for path in find(folder):
+    for pid, path in find(name):
         try:
-            yield Recording(path)
+            recording = Recording(path)
+            process = Process.of(pid)
         except RecordingError as error:
             yield error
         except (OSError, ValueError):
-            continue  # removed in the meantime, or still empty
+            continue  # closed in the meantime, or not yet complete
+        else:
+            # Others may have inherited the descriptor, and outlive the writer.
+            if process == (recording.who["pid"], recording.who["start"]):
+                recording.who["pid"] = pid
+                yield recording
+            else:
+                recording.close()

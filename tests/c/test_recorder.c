@@ -1,13 +1,11 @@
 /* test_recorder.c - the file of the last steps: what a reader sees during and after a
  * write, and when the writer is gone. */
-#define CHECK_OWN_MAIN
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,34 +16,43 @@
 
 enum { N_STEPS = 30000, N_KEPT = PLI_RECORDER_RECORDS };
 
-static char folder[64];
-static char path[96];
-
-static void choose_path(void)
-{
-    (void)snprintf(folder, sizeof folder, "/tmp/recorder-XXXXXX");
-    if (mkdtemp(folder) == NULL)
-        abort();
-    (void)snprintf(path, sizeof path, "%s/steps", folder);
-}
-
 static pli_recorder *create(void)
 {
     pli_recorder *out = NULL;
-    return CHECK_OK(pli_recorder_create(path, "{\"rank\": 3}", &out)) ? out : NULL;
+    return CHECK_OK(pli_recorder_create("steps", "{\"rank\": 3}", &out)) ? out : NULL;
 }
 
-static const pli_recorder_file *map(void)
+/* Opens the file that a process records in, as a reader does; -1 if there is none. */
+static int open_of(pid_t pid, int flags)
 {
-    const int fd = open(path, O_RDONLY);
+    char path[64], link[64];
+    for (int fd = 0; fd < 64; fd++) {
+        (void)snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)pid, fd);
+        const ssize_t n = readlink(path, link, sizeof link - 1);
+        link[n < 0 ? 0 : n] = '\0';
+        if (strcmp(link, "/memfd:steps (deleted)") == 0)
+            return open(path, flags);
+    }
+    return -1;
+}
+
+static const pli_recorder_file *map_of(pid_t pid)
+{
+    const int fd = open_of(pid, O_RDONLY);
     void *base = mmap(NULL, sizeof(pli_recorder_file), PROT_READ, MAP_SHARED, fd, 0);
     (void)close(fd);
     return base == MAP_FAILED ? NULL : base;
 }
 
-static int is_linked(void)
+static const pli_recorder_file *map(void)
 {
-    return access(path, F_OK) == 0;
+    return map_of(getpid());
+}
+
+static int is_found(void)
+{
+    const int fd = open_of(getpid(), O_RDONLY);
+    return fd >= 0 && close(fd) == 0;
 }
 
 /* The recorder of the current test, and its file as a reader has it. */
@@ -66,7 +73,7 @@ static void unmap(void)
             unmap();                                                                   \
         }                                                                              \
         pli_recorder_destroy(recorder);                                                \
-        CHECK(!is_linked());                                                           \
+        CHECK(!is_found());                                                            \
     })
 
 /* The values that a reader copies from a record. */
@@ -224,7 +231,7 @@ done:
     CHECK(found.step == N_STEPS);
 }
 
-RECORDER_TEST(a_forked_child_neither_writes_nor_removes)
+RECORDER_TEST(a_forked_child_neither_writes_nor_shows_the_file)
 {
     copied found;
     int status = -1;
@@ -233,12 +240,12 @@ RECORDER_TEST(a_forked_child_neither_writes_nor_removes)
     if (child == 0) {
         take_step(recorder, 2);
         pli_recorder_awaits(recorder, 3);
-        pli_recorder_unlink(recorder);
+        pli_recorder_hide(recorder);
         pli_recorder_destroy(recorder);
-        _exit(0);
+        _exit(is_found() ? 1 : 0);
     }
     CHECK(waitpid(child, &status, 0) == child && status == 0);
-    CHECK(is_linked() && file->step == 1 && file->awaiting == PLI_RECORDER_NOBODY);
+    CHECK(is_found() && file->step == 1 && file->awaiting == PLI_RECORDER_NOBODY);
     CHECK(!read_record(&file->records[2], &found));
     take_step(recorder, 2);
     CHECK(read_record(&file->records[2], &found));
@@ -250,18 +257,19 @@ RECORDER_TEST(a_child_of_a_fork_may_have_one_of_its_own)
     const pid_t child = fork();
     if (child == 0) {
         copied found;
-        (void)unlink(path);
+        pli_recorder_hide(recorder);
         pli_recorder *own = create();
         const pli_recorder_file *owns = map();
         take_step(own, 1);
         const int is_good = own != NULL && read_record(&owns->records[1], &found);
         pli_recorder_destroy(own);
-        _exit(is_good && !is_linked() ? 0 : 1);
+        pli_recorder_destroy(recorder);
+        _exit(is_good && !is_found() ? 0 : 1);
     }
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
-/* Killed in a step: finished steps stay readable, this one is not shown. */
+/* Killed in a step: who has the file open finds finished steps, and not this one. */
 TEST(a_writer_that_is_killed_leaves_whole_steps)
 {
     copied found;
@@ -271,32 +279,34 @@ TEST(a_writer_that_is_killed_leaves_whole_steps)
         recorder = create();
         take_step(recorder, 1);
         pli_recorder_activity(recorder, PL_FORWARD, 2);
-        (void)raise(SIGKILL);
+        (void)raise(SIGSTOP);
     }
+    CHECK(waitpid(child, &status, WUNTRACED) == child && WIFSTOPPED(status));
+    file = map_of(child);
+    CHECK(kill(child, SIGKILL) == 0);
     CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
-    file = map();
     if (!CHECK(file != NULL))
         return;
     CHECK(read_record(&file->records[1], &found) && found.step == 1);
     CHECK(!read_record(&file->records[2], &found));
     CHECK(file->activity == PL_FORWARD && file->step == 2);
     unmap();
-    (void)unlink(path);
 }
 
-RECORDER_TEST(the_file_is_the_users_alone_and_new)
+RECORDER_TEST(nobody_can_change_the_size_of_the_file)
 {
-    struct stat status;
-    pli_recorder *second = NULL;
-    CHECK(stat(path, &status) == 0 && (status.st_mode & 0777) == 0600);
-    CHECK(pli_recorder_create(path, "{}", &second) == PL_ESYS && second == NULL);
-    CHECK(is_linked());
-    pli_recorder_unlink(recorder);
-    CHECK(!is_linked());
-    CHECK(symlink("/dev/null", path) == 0);
-    CHECK(pli_recorder_create(path, "{}", &second) == PL_ESYS && second == NULL);
-    pli_recorder_unlink(recorder); /* the file there now belongs to another */
-    CHECK(access(path, F_OK) == 0 && unlink(path) == 0);
+    const int fd = open_of(getpid(), O_RDWR);
+    CHECK(fd >= 0 && fcntl(fd, F_GET_SEALS) == PLI_RECORDER_SEALS);
+    CHECK(PLI_RECORDER_SEALS == (F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW));
+    CHECK(ftruncate(fd, 0) != 0 && errno == EPERM);
+    CHECK(ftruncate(fd, 1 << 20) != 0 && errno == EPERM);
+    CHECK(fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, 0, 1 << 16) == 0);
+    take_step(recorder, 1); /* a hole is read as zeros and filled again */
+    (void)close(fd);
+    pli_recorder_hide(recorder);
+    pli_recorder_hide(recorder);
+    CHECK(!is_found());
+    take_step(recorder, 2);
 }
 
 TEST(what_fails_leaves_no_file)
@@ -305,19 +315,17 @@ TEST(what_fails_leaves_no_file)
     pli_recorder *none = NULL;
     memset(who, ' ', sizeof who - 1);
     who[sizeof who - 1] = '\0';
-    CHECK(pli_recorder_create(path, who, &none) == PL_EINVAL && !is_linked());
-    for (long n = 1; n <= 3; n++) {
+    CHECK(pli_recorder_create("steps", who, &none) == PL_EINVAL && !is_found());
+    for (long n = 1; n <= 4; n++) {
         pli_fault_arm(PLI_FAULT_SYSCALL, n);
-        CHECK(pli_recorder_create(path, "{}", &none) != PL_OK);
+        CHECK(pli_recorder_create("steps", "{}", &none) != PL_OK);
         pli_fault_arm(PLI_FAULT_SYSCALL, 0);
-        CHECK(none == NULL && !is_linked());
+        CHECK(none == NULL && !is_found());
     }
-    for (long n = 1; n <= 2; n++) {
-        pli_fault_arm(PLI_FAULT_ALLOC, n);
-        CHECK(pli_recorder_create(path, "{}", &none) == PL_ENOMEM);
-        pli_fault_arm(PLI_FAULT_ALLOC, 0);
-        CHECK(none == NULL && !is_linked());
-    }
+    pli_fault_arm(PLI_FAULT_ALLOC, 1);
+    CHECK(pli_recorder_create("steps", "{}", &none) == PL_ENOMEM);
+    pli_fault_arm(PLI_FAULT_ALLOC, 0);
+    CHECK(none == NULL && !is_found());
 }
 
 TEST(without_a_recorder_nothing_is_recorded)
@@ -327,14 +335,6 @@ TEST(without_a_recorder_nothing_is_recorded)
     pli_recorder_part_ends(NULL, 1);
     CHECK(pli_recorder_wait_begins(NULL) > 0);
     pli_recorder_wait_ends(NULL, 0, 0);
-    pli_recorder_unlink(NULL);
+    pli_recorder_hide(NULL);
     pli_recorder_destroy(NULL);
-}
-
-int main(void)
-{
-    choose_path();
-    const int result = check_run_tests();
-    (void)rmdir(folder);
-    return result;
 }

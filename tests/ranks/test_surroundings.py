@@ -266,7 +266,7 @@ def count_descriptors(rank, n_ranks):
     return per_wrapper, left
 
 
-def test_a_wrapper_needs_one_descriptor_however_many_ranks_there_are():
+def test_a_wrapper_needs_two_descriptors_however_many_ranks_there_are():
     for per_wrapper, left in values(run_ranks(count_descriptors, 4)):
-        assert per_wrapper == 1
+        assert per_wrapper == 2  # its world's, and its recorder's
         assert left == []

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import time
 from collections import Counter
 from pathlib import Path
-
-_RECORDER = re.compile(r"paceline(-\d+){5}")
 
 
 def descriptors() -> dict[int, str]:
@@ -24,18 +21,14 @@ def descriptors() -> dict[int, str]:
 
 
 def shared_mappings() -> list[str]:
-    """Return the lines of this process's memory map for Paceline's memory."""
+    """Return the lines of this process's memory map for the memory of worlds."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "memfd:paceline" in line]
+    return [line for line in lines if "memfd:paceline (" in line]
 
 
 def shared_names() -> list[str]:
-    """Return Paceline's names in shared memory, which should be empty.
-
-    Leave out recordings: other jobs made them, as tests record into another folder.
-    """
-    names = [name for name in os.listdir("/dev/shm") if "paceline" in name]
-    return [name for name in names if not _RECORDER.fullmatch(name)]
+    """Return Paceline's names in shared memory, which should be empty."""
+    return [name for name in os.listdir("/dev/shm") if "paceline" in name]
 
 
 def new_descriptors(before: dict[int, str]) -> dict[int, str]:

@@ -318,7 +318,7 @@ static PyObject *world_leave(PyObject *object, PyObject *ignored)
     PLI_ENTER(object);
     (void)ignored;
     PyThreadState *thread = pli_let_go(((world_object *)object)->gpu);
-    pli_recorder_unlink(comm_of(object)->recorder);
+    pli_recorder_hide(comm_of(object)->recorder);
     pl_comm_leave(comm_of(object));
     pli_take_back(thread);
     Py_RETURN_NONE;

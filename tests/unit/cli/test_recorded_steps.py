@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -20,15 +21,17 @@ from paceline import DistributedDataParallel, _environment, _native, _recorder
 from paceline._cli.steps import events, summary, top, trace
 from paceline._recorder import BACKWARD, FINISHING, FORWARD, IDLE
 from support import traces
+from support.recordings import needs_memfd, planted  # noqa: F401
 from torch import nn
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    made = tmp_path / "shm"
-    made.mkdir()
-    monkeypatch.setenv("PACELINE_RECORDER", str(made))
-    return made
+def name(request, monkeypatch):
+    """Record under the name of the test; return the name in /proc."""
+    short = f"{request.node.name[:100]}-{os.getpid()}"
+    monkeypatch.setenv("PACELINE_RECORDER", short)
+    yield f"paceline-steps-{short}"
+    gc.collect()
 
 
 def start(rank=0, **who):
@@ -45,17 +48,17 @@ def take_steps(recorder, n, first=1):
             recorder.record(activity, step)
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+def found(name):
+    return [path for _, path in _recorder.find(name)]
 
 
 # ---- reading ------------------------------------------------------------------------
 
 
-def test_the_last_steps_are_read_in_order(folder):
+def test_the_last_steps_are_read_in_order(name):
     recorder = start()
     take_steps(recorder, 100)
-    (recording,) = _recorder.open_all(folder)
+    (recording,) = _recorder.open_all(name)
     steps = recording.steps()
     assert [step.number for step in steps] == list(range(37, 101))
     for step in steps:
@@ -71,9 +74,9 @@ def test_the_last_steps_are_read_in_order(folder):
     assert recording.now.activity == "forward"
 
 
-def test_activities_have_the_names_of_the_core(folder):
+def test_activities_have_the_names_of_the_core(name):
     recorder = start()
-    (recording,) = _recorder.open_all(folder)
+    (recording,) = _recorder.open_all(name)
     for activity, name in enumerate(_recorder.ACTIVITIES):
         recorder.record(activity, 1)
         assert recording.now.activity == name
@@ -81,38 +84,45 @@ def test_activities_have_the_names_of_the_core(folder):
         recorder.record(activity + 1, 1)
 
 
-def test_a_file_of_another_layout_is_refused_in_one_sentence(folder, capsys):
+def whole_file(name):
+    """Return the bytes that a process of 70 steps records."""
     recorder = start()
-    take_steps(recorder, 2)
-    (name,) = names(folder)
-    text = bytearray((folder / name).read_bytes())
+    take_steps(recorder, 70)
+    (path,) = found(name)
+    return path.read_bytes()
+
+
+@pytest.mark.usefixtures("needs_memfd")
+def test_a_file_of_another_layout_is_refused_in_one_sentence(name, capsys):
+    text = bytearray(whole_file(name))
     text[8:12] = struct.pack("<I", 7)
-    (folder / name).write_bytes(text)
-    (error,) = _recorder.open_all(folder)
-    assert isinstance(error, _recorder.RecordingError)
-    sentence = (
-        f"{folder / name} was written by a Paceline that records in layout 7, and this "
-        "one reads layout 1: use that of the training."
-    )
-    assert str(error) == sentence
-    assert top.main(["--json"], "paceline") == 0
-    assert json.loads(capsys.readouterr().out) == {"jobs": [], "problems": [sentence]}
-    assert trace.main(["-o", "-"], "paceline") == 1
+    with planted(name, text) as path:
+        sentence = (
+            f"{path} was written by a Paceline that records in layout 7, and this one "
+            "reads layout 1: use that of the training."
+        )
+        assert top.main(["--json"], "paceline") == 0
+        assert json.loads(capsys.readouterr().out) == {
+            "jobs": [],
+            "problems": [sentence],
+        }
+        assert trace.main(["-o", "-"], "paceline") == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert sentence in printed.err
 
 
+@pytest.mark.usefixtures("needs_memfd")
 @pytest.mark.parametrize(
-    ("text", "words"), [(b"", None), (b"x" * 200, "holds no steps"), (b"x", "short")]
+    ("text", "words"), [(b"", "short"), (b"x" * 200, "holds no steps"), (b"x", "short")]
 )
-def test_a_file_that_holds_no_steps_is_no_recording(folder, text, words):
-    recorder = start()
-    (name,) = names(folder)
-    (folder / name).write_bytes(text)
-    errors = list(_recorder.open_all(folder))
-    assert words is None or words in str(errors[0])
-    recorder.close()
+def test_a_file_that_holds_no_steps_is_no_recording(name, text, words):
+    with planted(name, text):
+        recordings, (problem,) = summary.read()
+        assert recordings == []
+        assert words in problem
+    with planted(name, text, is_sealed=False):  # one that is still being made
+        assert summary.read() == ([], [])
 
 
 def damage(text, draw):
@@ -127,16 +137,13 @@ def damage(text, draw):
     return text[: draw.choice((len(text), len(text), draw.randrange(len(text))))]
 
 
-def test_what_others_have_overwritten_is_read_or_refused(folder):
-    recorder = start()
-    take_steps(recorder, 70)
-    (name,) = names(folder)
-    whole = (folder / name).read_bytes()
+@pytest.mark.usefixtures("needs_memfd")
+def test_what_others_have_overwritten_is_read_or_refused(name):
+    whole = whole_file(name)
     n_read = 0
-    for seed in range(400):
-        (folder / name).unlink()
-        (folder / name).write_bytes(damage(bytearray(whole), random.Random(seed)))
-        recordings, problems = summary.read()
+    for seed in range(120):
+        with planted(name, damage(bytearray(whole), random.Random(seed))):
+            recordings, problems = summary.read()
         assert len(recordings) + len(problems) <= 1
         assert json.dumps(summary.as_json(summary.jobs(recordings), problems))
         assert json.dumps(events.trace(recordings))
@@ -144,48 +151,10 @@ def test_what_others_have_overwritten_is_read_or_refused(folder):
         for recording in recordings:
             assert recording.now.activity
             recording.close()
-    assert 40 < n_read < 360
+    assert 12 < n_read < 108
 
 
-# ---- finding files ------------------------------------------------------------------
-
-
-def test_what_processes_have_left_that_are_gone_is_removed(folder):
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    space, _, _ = _recorder.Process.this()
-    user = os.geteuid()
-    began = _recorder._start_of(process.pid)
-    live = f"paceline-{user}-{space}-{process.pid}-{began}-0"
-    reused = f"paceline-{user}-{space}-{process.pid}-1-0"
-    elsewhere = f"paceline-{user}-{space + 1}-{process.pid}-1-0"
-    others = f"paceline-{user + 1}-{space}-{process.pid}-1-0"
-    tenth, ninth = (f"{live[:-2]}-{n}" for n in (10, 9))
-    for name in (tenth, live, ninth, reused, elsewhere, others, "paceline-else"):
-        (folder / name).touch()
-    assert _recorder.find(folder) == [folder / name for name in (live, ninth, tenth)]
-    left = [live, tenth, ninth, elsewhere, others, "paceline-else"]
-    assert names(folder) == sorted(left)
-    process.kill()
-    while _recorder._start_of(process.pid) is not None:  # until it is a zombie
-        time.sleep(0.01)
-    assert _recorder.find(folder) == []
-    assert live not in names(folder)
-    process.communicate()
-
-
-def test_a_new_recorder_removes_what_was_left_over_and_no_link_is_followed(folder):
-    space = _recorder.Process.this().namespace
-    (folder / f"paceline-{os.geteuid()}-{space}-{2**22 + 1}-1-0").touch()
-    recorder = start()
-    (name,) = names(folder)
-    recorder.close()
-    assert names(folder) == []
-    (folder / "other").write_bytes(b"x" * 5000)
-    (folder / name).symlink_to(folder / "other")
-    assert list(_recorder.open_all(folder)) == []
-
-
-# ---- where files are written --------------------------------------------------------
+# ---- which files are made -----------------------------------------------------------
 
 
 def step(model):
@@ -198,11 +167,11 @@ def wrap():
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_wrapper_records_and_ends_with_its_file(folder):
+def test_a_wrapper_records_and_ends_with_its_file(name):
     model = wrap()
     for _ in range(3):
         step(model)
-    (recording,) = _recorder.open_all(folder)
+    (recording,) = _recorder.open_all(name)
     assert [s.number for s in recording.steps()] == [1, 2, 3]
     for s in recording.steps():
         assert s.n_buckets == 1
@@ -210,12 +179,13 @@ def test_a_wrapper_records_and_ends_with_its_file(folder):
         assert 0 < s.buckets[0].ready <= s.buckets[0].begin <= s.buckets[0].end
         assert s.buckets[0].end <= s.reduced <= s.end
     del model
-    assert names(folder) == []
     assert len(recording.steps()) == 3  # while a reader has it open
+    recording.close()
+    assert found(name) == []
 
 
 @pytest.mark.usefixtures("alone")
-def test_each_wrapper_of_a_process_has_a_file(folder):
+def test_each_wrapper_of_a_process_has_a_file(name):
     models = [wrap(), wrap()]
     for k in (0, 1, 1):
         step(models[k])
@@ -227,8 +197,8 @@ def test_each_wrapper_of_a_process_has_a_file(folder):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("value", ["0", "/proc", "/dev/null", "/nowhere/at/all"])
-def test_without_a_place_training_goes_on_unrecorded(value, monkeypatch):
+@pytest.mark.parametrize("value", ["0", "n" * 300])
+def test_training_goes_on_unrecorded_if_it_must(value, monkeypatch):
     monkeypatch.setenv("PACELINE_RECORDER", value)
     model = wrap()
     step(model)
@@ -236,46 +206,40 @@ def test_without_a_place_training_goes_on_unrecorded(value, monkeypatch):
     assert summary.read() == ([], [])
 
 
-def test_the_place_is_the_variables_or_memory(monkeypatch, tmp_path):
-    for value, place in {
-        "0": "None",
-        "/a": "/a",
-        "": "/dev/shm",
-        "1": "/dev/shm",
-    }.items():
-        monkeypatch.setenv("PACELINE_RECORDER", value)
-        assert str(_environment.recorder_folder()) == place
-    monkeypatch.setattr(os.path, "isdir", lambda path: str(path) == str(tmp_path))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert _environment.recorder_folder() == tmp_path
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert _environment.recorder_folder() is None
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [("0", None), ("", ""), ("1", ""), ("mine", "-mine"), ("/a", "-/a")],
+)
+def test_the_variable_turns_recording_off_or_names_it(value, name, monkeypatch):
+    monkeypatch.setenv("PACELINE_RECORDER", value)
+    whole = None if name is None else f"paceline-steps{name}"
+    assert _environment.recorder_name() == whole
 
 
-def test_names_that_are_too_long_are_cut(folder):
+def test_names_that_are_too_long_are_cut(name):
     recorder = start(model="N" * 5000)
-    (recording,) = _recorder.open_all(folder)
+    (recording,) = _recorder.open_all(name)
     assert recording.who["model"] == "N" * 200
     with pytest.raises(ValueError, match="give less than"):
-        _native.Recorder(folder / "other", "x" * 4000)
-    assert len(names(folder)) == 1
+        _native.Recorder(name, "x" * 4000)
+    assert len(found(name)) == 1
     recorder.close()
 
 
 # ---- output -------------------------------------------------------------------------
 
 
-def test_steps_that_are_not_next_to_one_another_have_no_time(folder):
+def test_steps_that_are_not_next_to_one_another_have_no_time(name):
     recorder = start()
     take_steps(recorder, 2)
     take_steps(recorder, 1, first=9)
-    (recording,) = _recorder.open_all(folder)
+    (recording,) = _recorder.open_all(name)
     assert len(summary.step_times(recording.steps())) == 1
     row = summary.row_of(recording)
     assert (row.steps, len(row.history), row.step) == (3, 1, 9)
 
 
-def test_jobs_are_told_apart_and_chosen(folder):
+def test_jobs_are_told_apart_and_chosen(name):
     recorders = [start(rank=1), start(rank=0), start(job="host:2")]
     jobs = summary.jobs(summary.read()[0])
     found = {job.job: [row.rank for row in job.rows] for job in jobs}
@@ -286,7 +250,7 @@ def test_jobs_are_told_apart_and_chosen(folder):
     del recorders
 
 
-def test_top_keeps_its_numbers_in_a_terminal_of_80_columns(folder):
+def test_top_keeps_its_numbers_in_a_terminal_of_80_columns(name):
     pytest.importorskip("rich")
     recorders = [start(rank=rank, device="cuda:0") for rank in (0, 1)]
     for recorder in recorders:
@@ -317,7 +281,7 @@ def test_the_help_of_top_has_each_column_and_key():
     assert max(map(len, top.EPILOGUE.splitlines())) < 80
 
 
-def test_top_says_what_to_install_without_rich(folder, monkeypatch, capsys):
+def test_top_says_what_to_install_without_rich(name, monkeypatch, capsys):
     for name in [n for n in sys.modules if n.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "paceline._cli.steps.table", raising=False)
@@ -329,8 +293,9 @@ def test_top_says_what_to_install_without_rich(folder, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["jobs"] == []
 
 
-def test_trace_says_that_there_is_nothing_to_write(folder, capsys):
-    path = folder / "trace.json"
+@pytest.mark.usefixtures("name")
+def test_trace_says_that_there_is_nothing_to_write(tmp_path, capsys):
+    path = tmp_path / "trace.json"
     assert trace.main(["-o", str(path)], "paceline") == 1
     assert "no steps" in capsys.readouterr().err
     assert not path.exists()

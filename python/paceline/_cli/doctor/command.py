@@ -15,6 +15,7 @@ import paceline
 from paceline._cli.doctor import apart, gpus, links, machine
 from paceline._cli.doctor.finding import Check, Finding, Status, count
 from paceline._cli.options import Parser
+from paceline._recorder import printable
 
 DESCRIPTION = """\
 Checks what training with Paceline uses on this machine.  Each finding is ok, warning or
@@ -107,7 +108,7 @@ def _wrapped(text: str, width: int, mark: str = "") -> list[str]:
     if not text and mark:
         return []
     return textwrap.wrap(
-        f"{mark}{text}",
+        mark + printable(" ".join(text.split())),
         width - len(_INDENT),
         subsequent_indent=" " * len(mark),
         break_long_words=False,

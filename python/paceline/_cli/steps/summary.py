@@ -142,9 +142,9 @@ def read(
     pid: int | None = None, job: str | None = None
 ) -> tuple[list[Recording], list[str]]:
     """Return the requested recordings, and what is wrong with unreadable ones."""
-    folder = _environment.recorder_folder()
+    name = _environment.recorder_name()
     recordings, problems = [], []
-    for found in _recorder.open_all(folder) if folder is not None else ():
+    for found in _recorder.open_all(name) if name is not None else ():
         if isinstance(found, _recorder.RecordingError):
             problems.append(str(found))
         elif _is_meant(found, pid, job):

@@ -53,7 +53,8 @@ def _table(job: Job, most: int) -> Table:
     title = f"{job.job}  {first.model}, {what}"
     if job.slowest is not None:
         title += f", waiting for {job.slowest} most"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    shown = Text(title, style="table.title")  # a string would be read as markup
+    table = Table(title=shown, title_justify="left", box=None, pad_edge=False)
     rows = [_cells(row) for row in job.rows]
     widths = _widths(rows, most)
     for name, width in widths.items():
@@ -73,7 +74,7 @@ def _cells(row: RankRow) -> list[str | Text]:
     return [
         "all" if row.kind == "replicas" else str(row.rank),
         str(row.pid),
-        row.device,
+        Text(row.device),
         str(row.step),
         "" if row.step_ms is None else f"{row.step_ms:.2f}",
         _percent(row.reducing),
