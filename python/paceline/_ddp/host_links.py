@@ -16,6 +16,7 @@ sends slowly, delays no other.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hmac
 import ipaddress
 import os
@@ -321,6 +322,7 @@ def _address_towards(name: str | None) -> list[str]:
     return []
 
 
+@functools.cache  # it may wait for a name server
 def _addresses_of_name(name: str) -> list[str]:
     with suppress(OSError):
         rows = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
