@@ -83,7 +83,7 @@ void pli_listener_destroy(pli_listener *listener)
 typedef struct waiting {
     const pli_shm_options *options;
     const pli_watch *watch;
-    int64_t since_ns; /* when a peer last showed life */
+    pli_stopwatch silence; /* since a peer last showed life */
     int n_polls;
 } waiting;
 
@@ -110,7 +110,7 @@ static pl_status poll_peers(waiting *self, struct pollfd *fds, nfds_t n_fds,
     if (self->n_polls++ % ASK_EVERY == 0 && options->is_interrupted != NULL &&
         options->is_interrupted(options->context))
         PL_FAIL(PL_EAGAIN, "interrupted");
-    if (pli_now_ns() - self->since_ns > options->deadline_ns)
+    if (pli_elapsed_ns(&self->silence) > options->deadline_ns)
         PL_FAIL(PL_ETIMEOUT,
                 "rank %d: not every rank came to the construction before the deadline",
                 options->first_rank + options->rank);
@@ -122,7 +122,7 @@ static pl_status wait_readable(const pli_shm_options *options, const pli_watch *
                                int fd)
 {
     pl_status st = PL_OK;
-    waiting wait = {.options = options, .watch = watch, .since_ns = pli_now_ns()};
+    waiting wait = {.options = options, .watch = watch};
     for (int n_ready = 0; n_ready <= 0;) {
         struct pollfd one = {.fd = fd, .events = POLLIN};
         PL_TRY(poll_peers(&wait, &one, 1, &n_ready));
@@ -275,7 +275,7 @@ pl_status pli_handshake_accept(const pli_shm_options *options,
 {
     pl_status st = PL_OK;
     pending_peers all = {0};
-    waiting wait = {.options = options, .watch = watch, .since_ns = pli_now_ns()};
+    waiting wait = {.options = options, .watch = watch};
     int n_left = n_missing(options, watch);
     if (listener->fd < 0)
         PL_FAIL(PL_EINVAL, "this listener has already made a world: make another");
@@ -292,7 +292,7 @@ pl_status pli_handshake_accept(const pli_shm_options *options,
             PL_TRY(accept_peer(listener, &all));
         const int n_now = n_missing(options, watch);
         if (n_now < n_left)
-            wait.since_ns = pli_now_ns();
+            wait.silence = (pli_stopwatch){0};
         n_left = n_now;
     }
 done:

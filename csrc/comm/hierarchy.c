@@ -162,7 +162,7 @@ static int has_gone_down(hierarchy *self, pl_ticket ticket)
     pli_spin_lock(&self->busy);
     const int has = self->n_down >= ticket;
     if (has)
-        self->last_sign_ns = 0;
+        self->silence = (pli_stopwatch){0};
     pli_spin_unlock(&self->busy);
     return has;
 }

@@ -184,7 +184,7 @@ pl_status pli_hierarchy_send(hierarchy *self, int host, pli_link_stream link)
         PL_TRY(pli_links_send(self->links, host, link, part.pieces, 3, &flow->at));
     } while (flow->at == part.n_bytes && !is_whole(flow));
     if (flow->at != before)
-        self->last_sign_ns = 0;
+        self->silence = (pli_stopwatch){0};
 done:
     return st;
 }
@@ -297,7 +297,7 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
         *flow = (message_flow){.n_done = number};
 done:
     if (flow->at != before)
-        self->last_sign_ns = 0;
+        self->silence = (pli_stopwatch){0};
     return st;
 }
 
@@ -442,14 +442,11 @@ int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waite
 pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number, int host)
 {
     pl_status st = PL_OK;
-    const int64_t now = pli_now_ns();
-    if (self->last_sign_ns == 0)
-        self->last_sign_ns = now;
-    const int64_t silent_ns = now - self->last_sign_ns;
+    const int64_t silent_ns = pli_elapsed_ns(&self->silence);
     if (silent_ns > self->deadline_ns / 2 &&
-        self->sent_waiting_ns != self->last_sign_ns) {
+        self->sent_waiting_ns != self->silence.started_ns) {
         pli_links_send_waiting(self->links, number, host);
-        self->sent_waiting_ns = self->last_sign_ns;
+        self->sent_waiting_ns = self->silence.started_ns;
     }
     if (silent_ns > self->deadline_ns)
         PL_FAIL(PL_ETIMEOUT,
@@ -479,6 +476,6 @@ static int late_host(hierarchy *self)
 pl_status pli_hierarchy_check_deadline(hierarchy *self)
 {
     if (self->n_reduced < self->n_up)
-        self->last_sign_ns = 0; /* it waits for this host's ranks */
+        self->silence = (pli_stopwatch){0}; /* it waits for this host's ranks */
     return pli_hierarchy_check_silence(self, self->n_exchanged + 1, late_host(self));
 }

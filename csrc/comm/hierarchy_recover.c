@@ -43,7 +43,7 @@ static pl_status skip_to_mark(hierarchy *self, int host, pli_link_stream link)
         PL_TRY(pli_links_receive(self->links, host, link, &piece, 1, &n));
         if (n == 0)
             goto done;
-        self->last_sign_ns = 0;
+        self->silence = (pli_stopwatch){0};
         flow->at += n;
         if (flow->at == sizeof flow->head)
             PL_TRY(check_skipped(self, host, flow));
@@ -123,7 +123,7 @@ static void begin_epoch(hierarchy *self)
     atomic_store(&self->n_done, first);
     self->last_inner = 0;
     atomic_store(&self->given_up, GIVEN_UP_NOWHERE);
-    self->last_sign_ns = 0;
+    self->silence = (pli_stopwatch){0};
     for (int h = 0; h < self->n_hosts; h++)
         for (int s = 0; s < HIERARCHY_N_STREAMS; s++)
             self->peers[h].out[s] = self->peers[h].in[s] =

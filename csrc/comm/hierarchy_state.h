@@ -89,8 +89,8 @@ typedef struct hierarchy {
     uint64_t n_whole;     /* the last one without is_followed */
     pl_ticket last_inner; /* the last ticket of the host's own world */
     _Atomic uint64_t n_done;
-    int64_t last_sign_ns;     /* of the last progress during a wait; 0: just now */
-    int64_t sent_waiting_ns;  /* last_sign_ns of the silence that other hosts know of */
+    pli_stopwatch silence;    /* since the last progress during a wait */
+    int64_t sent_waiting_ns;  /* start of the silence that other hosts know of */
     atomic_flag busy;         /* held while a thread uses the fields above */
     atomic_int phase;         /* hierarchy_phase; any thread may abort */
     atomic_int is_unsent;     /* failed, and the other hosts have not been told */
@@ -225,7 +225,7 @@ int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waite
 pl_status pli_hierarchy_check_deadline(hierarchy *self) PL_MUST_USE;
 
 /* Likewise, for `host` in operation `number`, or for a host that `host` waits for.
- * last_sign_ns is when data last came; 0: just now. */
+ * `silence` starts anew when data has come. */
 pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number,
                                       int host) PL_MUST_USE;
 

@@ -56,12 +56,11 @@ void pli_peers_check(pli_shm_comm *self, pli_counter counter, uint64_t least)
         pli_hash_with(atomic_load(&rank->posted) + atomic_load(&rank->done) +
                           atomic_load(&rank->step),
                       (uint64_t)culprit);
-    const int64_t now = pli_now_ns();
-    if (sign != self->last_sign || self->silent_since_ns == 0) {
-        self->last_sign = sign;
-        self->silent_since_ns = now;
-    }
-    const int is_late = now - self->silent_since_ns > self->deadline_ns;
+    if (sign != self->last_sign)
+        self->silence = (pli_stopwatch){0};
+    self->last_sign = sign;
+    const int64_t silent_ns = pli_elapsed_ns(&self->silence);
+    const int is_late = silent_ns > self->deadline_ns;
     /* With many ranks, each looks less often: the first to find a failure tells all. */
     const int n_looks = 1 + self->super.world_size / 32;
     if ((is_late || ++self->n_checks % (unsigned)n_looks == 0) &&
@@ -69,6 +68,6 @@ void pli_peers_check(pli_shm_comm *self, pli_counter counter, uint64_t least)
         return;
     if (is_late)
         pli_epoch_fail(self, culprit, PLI_LATE);
-    else if (now - self->silent_since_ns > DEADLOCK_MS * PLI_MS)
+    else if (silent_ns > DEADLOCK_MS * PLI_MS)
         pli_deadlock_check(self, culprit);
 }

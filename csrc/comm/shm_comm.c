@@ -186,7 +186,7 @@ static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
     pli_spin_unlock(&self->busy);
     /* Keep a message that is there: every peer needs time to read it. */
     break_promise(mine);
-    self->silent_since_ns = 0;
+    self->silence = (pli_stopwatch){0};
     atomic_store(&mine->posted, pli_epoch_base(self));
     atomic_store(&mine->done, pli_epoch_base(self));
     atomic_store(&mine->epoch, self->epoch);

@@ -38,7 +38,7 @@ typedef struct pli_shm_comm {
     atomic_flag busy;          /* held while a thread does this rank's parts */
     pl_op *ring;               /* the last ring_ops operations */
     atomic_flag is_writing;    /* held while a thread writes the failure message */
-    int64_t silent_since_ns;   /* when the awaited rank last showed life */
+    pli_stopwatch silence;     /* since the awaited rank last showed life */
     uint64_t last_sign;        /* ... and a hash of its counters then */
     unsigned n_checks;         /* of the peers, so far */
     int notice_from;           /* the rank whose notice this one waits for */

@@ -107,7 +107,7 @@ pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t lea
             (slice_ns == 0 || !pli_must_see_end(self, counter, least)))
             PL_FAIL(PL_EAGAIN, "not done yet");
     }
-    self->silent_since_ns = 0;
+    self->silence = (pli_stopwatch){0};
 done:
     pli_recorder_wait_ends(self->super.recorder, begin, awaited);
     return st;

@@ -17,14 +17,14 @@ enum {
 pli_backoff pli_backoff_begin(int64_t most_ns, pl_status (*poll)(void *context),
                               void *context)
 {
-    const int64_t now = pli_now_ns();
-    return (pli_backoff){.poll = poll,
-                         .context = context,
-                         .until_ns =
-                             most_ns < INT64_MAX - now ? now + most_ns : INT64_MAX,
-                         .sleep_ns = FIRST_SLEEP_US * INT64_C(1000),
-                         .n_spins = N_SPINS,
-                         .n_yields = N_YIELDS};
+    pli_backoff backoff = {.poll = poll,
+                           .context = context,
+                           .most_ns = most_ns,
+                           .sleep_ns = FIRST_SLEEP_US * INT64_C(1000),
+                           .n_spins = N_SPINS,
+                           .n_yields = N_YIELDS};
+    (void)pli_elapsed_ns(&backoff.waited);
+    return backoff;
 }
 
 pl_status pli_backoff_pause(pli_backoff *backoff, const char *what)
@@ -39,7 +39,7 @@ pl_status pli_backoff_pause(pli_backoff *backoff, const char *what)
     }
     if (backoff->poll != NULL)
         PL_TRY(backoff->poll(backoff->context));
-    if (pli_now_ns() > backoff->until_ns)
+    if (pli_elapsed_ns(&backoff->waited) > backoff->most_ns)
         PL_FAIL(PL_ETIMEOUT, "%s did not finish in time", what);
     pli_sleep_ns(backoff->sleep_ns);
     if (backoff->sleep_ns < LONGEST_SLEEP_US * INT64_C(1000))

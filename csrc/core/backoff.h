@@ -19,7 +19,8 @@
 typedef struct pli_backoff {
     pl_status (*poll)(void *context); /* a failure ends the wait; may be NULL */
     void *context;
-    int64_t until_ns;
+    int64_t most_ns;
+    pli_stopwatch waited;
     int64_t sleep_ns;
     int n_spins;
     int n_yields;

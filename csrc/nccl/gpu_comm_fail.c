@@ -172,12 +172,11 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
         PL_TRY(check_replays(self));
         goto done;
     }
-    const int64_t age_ns = pli_now_ns() - oldest.since_ns;
-    if (age_ns > GONE_MS * PLI_MS)
+    if (oldest.age_ns > GONE_MS * PLI_MS)
         PL_TRY(pli_base_query(&self->super, PLI_QUERY_WORLD));
     *is_base = 0;
     /* If the host waits for the same rank, it can name that rank, so it fails first. */
-    if (age_ns <= self->deadline_ns + self->deadline_ns / 4)
+    if (oldest.age_ns <= self->deadline_ns + self->deadline_ns / 4)
         goto done;
     self->is_lost |= oldest.n <= self->n_agreed;
     describe(self, &oldest, what, sizeof what);

@@ -2,7 +2,6 @@
 #include "gpu_inflight.h"
 
 #include "core/alloc.h"
-#include "core/clock.h"
 
 enum { LEAST_SLOTS = 64, MOST_SLOTS = 1024 }; /* a device queues about 1,000 launches */
 
@@ -48,10 +47,9 @@ pl_status pli_inflight_record(pli_inflight *self, const pl_op *op, uint64_t step
     self->ops[slot].n = 0;
     (void)pthread_mutex_unlock(&self->lock);
     PL_TRY(self->backend->ops->event_record(self->backend, self->events[slot], stream));
-    const int64_t now = pli_now_ns();
     (void)pthread_mutex_lock(&self->lock);
     if (self->n_done == self->n_recorded)
-        self->since_ns = now;
+        self->age = (pli_stopwatch){0};
     self->ops[slot] = (pli_inflight_op){.n = n, .step = step, .op = *op};
     self->n_recorded = n;
     (void)pthread_mutex_unlock(&self->lock);
@@ -87,7 +85,7 @@ pl_status pli_inflight_oldest(pli_inflight *self, pli_inflight_op *out)
             self->n_done = n;
     }
     if (self->n_done != n_before)
-        self->since_ns = pli_now_ns();
+        self->age = (pli_stopwatch){0};
     *out = (pli_inflight_op){.n = 0};
     if (self->n_done < self->n_recorded) {
         const uint64_t oldest = self->n_done + 1;
@@ -95,7 +93,7 @@ pl_status pli_inflight_oldest(pli_inflight *self, pli_inflight_op *out)
         *out =
             op->n == oldest ? *op : (pli_inflight_op){.step = op->step, .op = op->op};
         out->n = oldest;
-        out->since_ns = self->since_ns;
+        out->age_ns = pli_elapsed_ns(&self->age);
     }
 done:
     (void)pthread_mutex_unlock(&self->lock);

@@ -13,13 +13,14 @@
 #include <pthread.h>
 
 #include "backend/backend.h"
+#include "core/clock.h"
 
 /* A device operation; n counts from 1. */
 typedef struct pli_inflight_op {
     uint64_t n;
     uint64_t step;
     pl_op op;
-    int64_t since_ns; /* when it became the oldest that is not done */
+    int64_t age_ns; /* since it became the oldest that is not done */
 } pli_inflight_op;
 
 typedef struct pli_inflight {
@@ -30,7 +31,7 @@ typedef struct pli_inflight {
     pli_inflight_op *ops; /* ...; n == 0: its event is being recorded */
     uint64_t n_recorded;
     uint64_t n_done;
-    int64_t since_ns; /* when n_done grew, or a record ended a time without work */
+    pli_stopwatch age; /* since n_done grew, or a record ended a time without work */
 } pli_inflight;
 
 /* For up to n_ops operations a step. */

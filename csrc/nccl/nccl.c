@@ -95,7 +95,7 @@ static pl_status begin_call(pli_nccl *self, pli_cuda_scope *scope)
 {
     pl_status st = PL_OK;
     PL_TRY(pli_cuda_enter(self->backend, scope));
-    atomic_store(&self->entered_ns, pli_now_ns()); /* before a check sees it locked */
+    atomic_fetch_add(&self->n_calls, 1); /* before a check sees it locked */
     (void)pthread_mutex_lock(&self->lock);
     if (self->comm != NULL)
         goto done;
@@ -262,8 +262,11 @@ pl_status pli_nccl_check(pli_nccl *self)
         goto done;
     }
     /* A thread is inside, and gets NCCL's errors when its call returns, if ever. */
-    const int64_t age_ns = pli_now_ns() - atomic_load(&self->entered_ns);
-    if (age_ns > self->deadline_ns + self->deadline_ns / 4)
+    const uint64_t n_calls = atomic_load(&self->n_calls);
+    if (n_calls != self->n_checked)
+        self->inside = (pli_stopwatch){0};
+    self->n_checked = n_calls;
+    if (pli_elapsed_ns(&self->inside) > self->deadline_ns + self->deadline_ns / 4)
         PL_FAIL(PL_ETIMEOUT,
                 "rank %d: a call into NCCL has not returned within the deadline",
                 self->rank);

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
+#include "core/clock.h"
 #include "nccl.h"
 
 struct pli_nccl {
@@ -20,7 +21,9 @@ struct pli_nccl {
     pthread_mutex_t lock;        /* held during each call */
     _Atomic(pli_nccl_comm) comm; /* NULL: not made, or aborted; an abort may not have
                                     the lock */
-    _Atomic int64_t entered_ns;  /* when the latest call began */
+    _Atomic uint64_t n_calls;    /* begun */
+    uint64_t n_checked;          /* pli_nccl_check()'s: the call that it last saw */
+    pli_stopwatch inside;        /* ... since it saw that call begun */
     atomic_int is_captured;      /* a graph may hold its operations */
 };
 

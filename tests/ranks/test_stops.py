@@ -8,6 +8,8 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
+from paceline._ddp import rendezvous
+from support.hosts import Hosts
 from support.processes import is_asleep
 from support.ranks import start_ranks, tell, values
 from support.waiting import until
@@ -75,7 +77,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(victim):
         outcomes = values(ranks.wait())
     for rank, ((kind, words, when), _) in enumerate(outcomes):
         assert kind == "PeerTimeoutError"
-        if rank != victim:
+        if rank == victim:  # it accuses nobody
+            assert f"rank {rank}: rank {rank} (process " in words
+        else:
             assert DEADLINE - 0.1 < when - stopped_at < DEADLINE + SLACK_SECONDS
             assert words.startswith(f"rank {rank}: rank {victim} (process ")
             assert "lives but kept the others waiting beyond the deadline" in words
@@ -118,3 +122,69 @@ def test_an_interrupt_ends_a_wait_before_the_other_rank_comes(tmp_path):
     assert first[2] - begin < 4.0, "it waited for the group's deadline"
     assert second[0] == "PeerError"
     assert "rank 0" in second[1]
+
+
+# ---- suspended jobs -----------------------------------------------------------------
+
+SUSPENDED_SECONDS = 2.0 * DEADLINE
+N_STEPS = 4
+
+
+def train_past_a_pause(rank, n_ranks, hosts, where, folder):
+    """Train; once, half of the ranks compute until the test resumes them."""
+
+    def pause():
+        tell("there")
+        if rank >= n_ranks // 2:
+            assert until((folder / "resumed").exists)
+
+    hosts.join(rank, f"{folder}/store", 60.0)
+    if where == "construction":
+        make_world = rendezvous.Meeting._make_world
+
+        def pause_and_make_world(*args, **kwargs):
+            pause()
+            return make_world(*args, **kwargs)
+
+        rendezvous.Meeting._make_world = pause_and_make_world
+    model = paceline.DistributedDataParallel(torch.nn.Linear(4, 3, bias=False))
+    means = []
+    for n in range(N_STEPS):
+        if n == 2 and where == "a step":
+            pause()
+        model.zero_grad()
+        model(torch.full((1, 4), float(rank + n))).sum().backward()
+        means.append(model.module.weight.grad.unique().tolist())
+    return means
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("where", "n_ranks"),
+    [
+        ("a step", (2,)),
+        ("a step", (1, 1)),
+        ("a step", (2, 2)),
+        ("construction", (2,)),
+        ("construction", (1, 1)),
+    ],
+)
+def test_a_job_that_was_suspended_beyond_the_deadline_goes_on(
+    where, n_ranks, order, tmp_path
+):
+    hosts = Hosts(n_ranks)
+    n = hosts.world_size
+    with start_ranks(
+        train_past_a_pause, n, hosts, where, tmp_path, rendezvous="none", env=ENV
+    ) as ranks:
+        hear_all(ranks)
+        time.sleep(0.3)  # the others wait for these by now
+        for rank in range(n):
+            ranks.signal(rank, signal.SIGSTOP)
+        time.sleep(SUSPENDED_SECONDS)
+        (tmp_path / "resumed").touch()
+        for rank in range(n)[::order]:
+            ranks.signal(rank, signal.SIGCONT)
+            time.sleep(0.1)
+        found = values(ranks.wait())
+    assert found == [[[step + (n - 1) / 2] for step in range(N_STEPS)]] * n
