@@ -50,7 +50,8 @@ pl_status pli_links_receive(pli_links *self, int host, pli_link_stream stream,
                             const struct iovec *pieces, int n_pieces,
                             size_t *at) PL_MUST_USE;
 
-/* PL_EPEER if a host has reported that it cannot go on. */
+/* PL_EPEER if a host has reported that it cannot go on, or does not answer: its kernel
+ * is probed, and PACELINE_LINK_TIMEOUT is the limit. */
 pl_status pli_links_check(pli_links *self) PL_MUST_USE;
 
 /* Likewise; also if a host has reported that the step of this epoch failed there. */

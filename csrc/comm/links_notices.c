@@ -46,6 +46,8 @@ static void read_notices(connection *link)
             link->n_coming += (size_t)n;
             take_notice(link);
         } else if (n == 0 || (errno != EINTR && errno != EAGAIN)) {
+            if (n < 0)
+                atomic_store(&link->error, errno);
             link->has_ended = 1;
         } else if (errno == EAGAIN) {
             return;
@@ -95,6 +97,12 @@ pl_status pli_links_fail_by_end(connection *link, int error)
     await_notice(link);
     if (concerns(link))
         return fail_by_notice(link);
+    if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH)
+        return pli_fail(PL_EPEER,
+                        "rank %d: %s did not answer for %.3g s: the host is down, or "
+                        "the network to it is cut",
+                        link->owner->rank, link->name,
+                        (double)link->owner->limit_ns / 1e9);
     if (error != 0)
         return pli_fail(PL_EPEER,
                         "rank %d: %s: the connection to that host was lost: %s",
@@ -113,8 +121,10 @@ pl_status pli_links_check(pli_links *self)
         if (h == self->host)
             continue;
         read_notices(link);
-        if (has_received_end(link)) /* a host that left normally has sent its part */
-            PL_TRY(fail_by_notice(link));
+        const int error = atomic_load(&link->error);
+        /* A host that left normally has sent its part, and ends without an error. */
+        if (has_received_end(link) || error != 0)
+            PL_TRY(pli_links_fail_by_end(link, error));
     }
 done:
     return st;
@@ -137,7 +147,7 @@ pl_status pli_links_check_present(pli_links *self)
     PL_TRY(pli_links_check(self));
     for (int h = 0; h < self->n_hosts; h++)
         if (h != self->host && self->links[h].has_ended)
-            PL_TRY(pli_links_fail_by_end(&self->links[h], 0));
+            PL_TRY(pli_links_fail_by_end(&self->links[h], self->links[h].error));
 done:
     return st;
 }
@@ -173,10 +183,13 @@ static void send_notice(connection *link)
         const ssize_t n = PL_SYS(send(
             link->fds[PLI_LINK_NOTICE], (const char *)&link->sent + link->n_sent,
             notice_bytes(&link->sent) - link->n_sent, MSG_DONTWAIT | MSG_NOSIGNAL));
-        if (n > 0)
+        if (n > 0) {
             link->n_sent += (size_t)n;
-        else if (n == 0 || errno != EINTR)
-            return; /* later; after an error, the next transfer of data fails */
+        } else if (errno != EINTR) {
+            if (errno != EAGAIN && errno != EPIPE) /* a socket reports it only once */
+                atomic_store(&link->error, errno);
+            return; /* later; after an error, the next check fails */
+        }
     }
 }
 

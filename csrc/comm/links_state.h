@@ -37,8 +37,9 @@ typedef struct connection {
     size_t n_coming;
     notice last; /* the last complete one, except NOTICE_WAITS */
     int has_notice;
-    notice waits;  /* the last complete NOTICE_WAITS */
-    int has_ended; /* nothing more will come */
+    notice waits;     /* the last complete NOTICE_WAITS */
+    int has_ended;    /* nothing more will come */
+    atomic_int error; /* of the stream of notices; 0: none.  Any thread may send */
 } connection;
 
 struct pli_links {
@@ -47,6 +48,7 @@ struct pli_links {
     int rank;
     int owner_pid; /* a forked child sends nothing */
     int has_ended;
+    int64_t limit_ns;       /* how long a host may not answer */
     uint64_t epoch;         /* from 0 */
     atomic_flag is_sending; /* any thread may send, or end */
     connection *links;

@@ -24,10 +24,10 @@ int pli_config_cache_folder(char *out, size_t n_bytes)
     return n > 0 && (size_t)n < n_bytes;
 }
 
-pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out)
+pl_status pli_config_timeout_ns(const char *name, int64_t otherwise_ns, int64_t *out)
 {
     pl_status st = PL_OK;
-    const char *word = pli_config_word("PACELINE_TIMEOUT");
+    const char *word = pli_config_word(name);
     if (word == NULL) {
         *out = otherwise_ns;
         goto done;
@@ -35,10 +35,8 @@ pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out)
     char *end = NULL;
     const double seconds = strtod(word, &end);
     if (*end != '\0' || !(seconds >= 1e-9) || seconds > 1e9)
-        PL_FAIL(PL_EINVAL,
-                "PACELINE_TIMEOUT is '%s': give a positive number of seconds, as in "
-                "PACELINE_TIMEOUT=1800",
-                word);
+        PL_FAIL(PL_EINVAL, "%s is '%s': give a positive number of seconds, as in %s=60",
+                name, word, name);
     *out = (int64_t)(seconds * 1e9);
 done:
     return st;

@@ -9,7 +9,8 @@
  *                           done.  0: they return at once if they can; since 2.23 NCCL
  *                           starts a thread for each.  NCCL_COMM_BLOCKING overrules it.
  *
- *   PACELINE_TIMEOUT  seconds that a rank waits for another before it gives up
+ *   PACELINE_TIMEOUT       seconds that a rank waits for another before it gives up
+ *   PACELINE_LINK_TIMEOUT  seconds that a host may not answer before it counts as down
  *
  *   XDG_CACHE_HOME, HOME  where the user's programs keep caches
  */
@@ -25,9 +26,10 @@ const char *pli_config_word(const char *name);
  * path, or if the path needs more than n_bytes. */
 int pli_config_cache_folder(char *out, size_t n_bytes);
 
-/* *out is PACELINE_TIMEOUT in nanoseconds, or `otherwise_ns` if it is not set;
- * PL_EINVAL unless it is a positive number of seconds. */
-pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out) PL_MUST_USE;
+/* *out is a variable's seconds in nanoseconds, or `otherwise_ns` if it is not set;
+ * PL_EINVAL unless it is a positive number. */
+pl_status pli_config_timeout_ns(const char *name, int64_t otherwise_ns,
+                                int64_t *out) PL_MUST_USE;
 
 typedef enum pli_check_kind {
     PLI_CHECK_ROTATE,

@@ -1,8 +1,8 @@
 """Environment variables and facts of the machine: Python code reads them only here.
 
 ``csrc/core/config.c`` reads those of the native side: ``PACELINE_TIMEOUT``,
-``PACELINE_CHECK``, ``PACELINE_ISA``, and the libraries ``PACELINE_LIBCUDA`` and
-``PACELINE_LIBNCCL``.
+``PACELINE_LINK_TIMEOUT``, ``PACELINE_CHECK``, ``PACELINE_ISA``, and the libraries
+``PACELINE_LIBCUDA`` and ``PACELINE_LIBNCCL``.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@
 #include "backend/cpu_sum.h"
 #include "check.h"
 #include "core/alloc.h"
+#include "core/clock.h"
 #include "core/config.h"
 
 /* ---- codes and messages --------------------------------------------------------- */
@@ -164,6 +165,20 @@ TEST(an_ordered_fault_hits_the_nth_allocation_alone)
     CHECK(pli_fault_count(PLI_FAULT_ALLOC) == 0);
 }
 
+/* ---- time ----------------------------------------------------------------------- */
+
+TEST(a_stopwatch_counts_little_of_a_time_in_which_its_process_was_stopped)
+{
+    const int64_t stopped_ns = 60000 * PLI_MS;
+    pli_stopwatch watch = {0};
+    CHECK(pli_elapsed_ns(&watch) == 0);
+    watch.started_ns -= stopped_ns;
+    watch.looked_ns -= stopped_ns;
+    CHECK(pli_elapsed_ns(&watch) == PLI_LONGEST_LOOK_NS);
+    watch.started_ns -= stopped_ns; /* the process ran, and looked all the time */
+    CHECK(pli_elapsed_ns(&watch) >= stopped_ns + PLI_LONGEST_LOOK_NS);
+}
+
 /* ---- the environment ------------------------------------------------------------ */
 
 TEST(a_timeout_that_is_a_positive_number_of_seconds_is_taken)
@@ -180,14 +195,14 @@ TEST(a_timeout_that_is_a_positive_number_of_seconds_is_taken)
     int64_t ns = 0;
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
         (void)setenv("PACELINE_TIMEOUT", good[i].word, 1);
-        CHECK_OK(pli_config_timeout_ns(7, &ns));
+        CHECK_OK(pli_config_timeout_ns("PACELINE_TIMEOUT", 7, &ns));
         CHECK(ns == good[i].ns);
     }
     (void)setenv("PACELINE_TIMEOUT", "", 1);
-    CHECK_OK(pli_config_timeout_ns(7, &ns));
+    CHECK_OK(pli_config_timeout_ns("PACELINE_TIMEOUT", 7, &ns));
     CHECK(ns == 7);
     (void)unsetenv("PACELINE_TIMEOUT");
-    CHECK_OK(pli_config_timeout_ns(8, &ns));
+    CHECK_OK(pli_config_timeout_ns("PACELINE_TIMEOUT", 8, &ns));
     CHECK(ns == 8);
 }
 
@@ -201,10 +216,10 @@ TEST(a_timeout_that_is_not_is_refused_and_quoted)
         char quoted[32];
         (void)snprintf(quoted, sizeof quoted, "'%s'", bad[i]);
         (void)setenv("PACELINE_TIMEOUT", bad[i], 1);
-        if (!CHECK(pli_config_timeout_ns(1, &ns) == PL_EINVAL))
+        if (!CHECK(pli_config_timeout_ns("PACELINE_TIMEOUT", 1, &ns) == PL_EINVAL))
             CHECK_MORE("%s was taken", bad[i]);
         CHECK(ns == 7);
-        CHECK_SAYS(quoted, "PACELINE_TIMEOUT=1800");
+        CHECK_SAYS(quoted, "PACELINE_TIMEOUT=60");
     }
     (void)unsetenv("PACELINE_TIMEOUT");
 }

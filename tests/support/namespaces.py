@@ -77,6 +77,24 @@ class Network:
         """Take a host off the bridge: no data and no error reaches its peers."""
         run("ip", "-n", self.bridge, "link", "set", self.names[host], "nomaster")
 
+    def mend(self, host: int) -> None:
+        """Undo :meth:`cut`."""
+        run("ip", "-n", self.bridge, "link", "set", self.names[host], "master", "br0")
+
+    def turn_off(self, host: int) -> None:
+        """Turn a host's link off: its interface has no carrier."""
+        run("ip", "-n", self.bridge, "link", "set", self.names[host], "down")
+
+    def unplug(self, host: int) -> None:
+        """Remove a host's interface, as if the host had none."""
+        run("ip", "-n", self.bridge, "link", "delete", self.names[host])
+
+    def mute(self, host: int) -> None:
+        """Have a host receive all and send nothing: its routes drop it silently."""
+        for address in self.addresses:
+            if address != self.addresses[host]:
+                run("ip", "-n", self.names[host], "route", "add", "blackhole", address)
+
     def close(self) -> None:
         for name in (*self.names, self.bridge):
             with suppress(subprocess.CalledProcessError):

@@ -96,8 +96,9 @@ static int read_deadline(const module_state *state, world_arguments *arguments)
 {
     const double timeout =
         arguments->timeout < LONGEST_TIMEOUT ? arguments->timeout : LONGEST_TIMEOUT;
-    return pli_check(state, pli_config_timeout_ns((int64_t)(timeout * 1e9),
-                                                  &arguments->deadline_ns));
+    return pli_check(state,
+                     pli_config_timeout_ns("PACELINE_TIMEOUT", (int64_t)(timeout * 1e9),
+                                           &arguments->deadline_ns));
 }
 
 static int check_arguments(const module_state *state, const world_arguments *arguments)

@@ -147,6 +147,7 @@ VARIABLES: dict[str, tuple[Callable[[str], object], str]] = {
     "PACELINE_ISA": (_is_isa, "plain, neon, avx2 or avx512"),
     "PACELINE_LIBCUDA": (str, ""),
     "PACELINE_LIBNCCL": (str, ""),
+    "PACELINE_LINK_TIMEOUT": (_is_seconds, "a positive number of seconds"),
     "PACELINE_NCCL_BLOCKING": (_is_flag, "0 or 1"),
     "PACELINE_NVCC": (_is_flag, "0 or 1"),
     "PACELINE_RECORDER": (str, ""),
