@@ -275,12 +275,28 @@ static void end_watch(pli_gpu_comm *self)
     self->watchdog = NULL;
 }
 
+/* Means of a finished step are lost: tells the peers, and the caller. */
+static void report_loss(pli_gpu_comm *self)
+{
+    char message[PLI_GPU_MESSAGE_BYTES];
+    pli_text_print(message, sizeof message, "%s", pl_error_message());
+    pl_comm_abort(self->super.base, message);
+    if (self->report_loss != NULL)
+        self->report_loss(self->context, message);
+}
+
 /* If all is well, first finishes the device's work, which the peers need. */
 static void end_well(pli_gpu_comm *self)
 {
     pli_inflight_op oldest = {.n = 0};
-    if (atomic_load(&self->phase) == PLI_GPU_RUNNING && pli_gpu_comm_drain(self) &&
-        pli_inflight_oldest(&self->inflight, &oldest) == PL_OK && oldest.n == 0) {
+    if (atomic_load(&self->phase) != PLI_GPU_RUNNING)
+        return;
+    if (pli_gpu_comm_drain(self, self->deadline_ns, PLI_GPU_GONE_MS * PLI_MS) !=
+        PL_OK) {
+        report_loss(self);
+        return;
+    }
+    if (pli_inflight_oldest(&self->inflight, &oldest) == PL_OK && oldest.n == 0) {
         /* Deregistering asks a peer's proxy: if that does not answer, the watchdog ends
          * the call.  A graph may be replaying operations that the ring does not
          * hold. */
@@ -425,6 +441,7 @@ static pl_status make(const pli_gpu_comm_options *options, pli_gpu_comm **out)
                            .deadline_ns = options->deadline_ns,
                            .accumulation = options->accumulation,
                            .is_interrupted = options->is_interrupted,
+                           .report_loss = options->report_loss,
                            .context = options->context,
                            .owner_pid = getpid()};
     self->library = self->super.world_size > 1 ? options->nccl : NULL;

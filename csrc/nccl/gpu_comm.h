@@ -33,7 +33,7 @@
  * construction a helper thread (helper_thread.h) makes these calls, and tries the
  * operations of steps; in a step the watchdog aborts a call that does not return.
  *
- * Destroying a world waits up to ten seconds for each device operation of finished
+ * Destroying a world waits up to the deadline for each device operation of finished
  * steps, half a second for NCCL to flush, and ten seconds for other device work that
  * touches the memory (gpu_memory.h).  It does not wait for other ranks' hosts.
  */
@@ -71,6 +71,9 @@ typedef struct pli_gpu_comm_options {
     int (*is_interrupted)(void *context);
     /* As in pli_pool_options; called in the rank's thread.  May be NULL. */
     void (*empty_caches)(void *context);
+    /* Called in the thread that destroys the world, with the reason, if the device has
+     * not finished a finished step: its means are lost.  May be NULL. */
+    void (*report_loss)(void *context, const char *message);
     void *context;
 } pli_gpu_comm_options;
 

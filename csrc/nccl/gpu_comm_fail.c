@@ -14,10 +14,7 @@
 #include "core/clock.h"
 #include "gpu_comm_state.h"
 
-enum {
-    DRAIN_MS = 10000, /* for each operation of finished steps */
-    GONE_MS = 2000    /* for the part that a gone rank has done */
-};
+enum { DRAIN_MS = 10000 }; /* for each operation of finished steps, after a failure */
 
 /* ---- failing -------------------------------------------------------------------- */
 
@@ -42,26 +39,50 @@ pl_status pli_gpu_comm_check_means(pli_gpu_comm *self)
     return is_there ? PL_OK : pli_gpu_comm_check(self);
 }
 
-int pli_gpu_comm_drain(pli_gpu_comm *self)
+static pl_status fail_late(const pli_gpu_comm *self, const pli_inflight_op *inflight)
 {
+    const pl_op *op = &inflight->op;
+    return pli_fail(PL_ETIMEOUT,
+                    "rank %d: the %s of %zu %s at byte %zu of device memory (operation "
+                    "%llu, step %llu) has not finished on the device within the "
+                    "deadline",
+                    self->super.rank, pli_op_kind_text(op->kind), op->n_elems,
+                    pl_dtype_text(op->dtype), op->offset_bytes - self->super.host_bytes,
+                    (unsigned long long)inflight->n,
+                    (unsigned long long)inflight->step);
+}
+
+pl_status pli_gpu_comm_drain(pli_gpu_comm *self, int64_t most_ns, int64_t gone_ns)
+{
+    pl_status st = PL_OK;
+    int is_gone = 0;
     const uint64_t n_agreed = self->n_agreed;
     uint64_t n_awaited = 0;
     pli_backoff waiting = {0};
     pli_inflight_op oldest = {.n = 0};
-    while (pli_inflight_oldest(&self->inflight, &oldest) == PL_OK) {
+    for (;;) {
+        PL_TRY(pli_inflight_oldest(&self->inflight, &oldest));
         if (oldest.n == 0 || oldest.n > n_agreed)
-            return 1;
+            goto done;
         /* Start the limit anew for each operation: a busy device may have many left. */
         if (oldest.n != n_awaited)
-            waiting = pli_backoff_begin(DRAIN_MS * PLI_MS, NULL, NULL);
+            waiting = pli_backoff_begin(is_gone ? gone_ns : most_ns, NULL, NULL);
         n_awaited = oldest.n;
         /* A group comm reports failed steps, but not ranks that are gone. */
-        if ((!pli_comm_is_group_comm(self->super.base) &&
-             pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK) ||
-            pli_backoff_pause(&waiting, "a step that is over") != PL_OK)
-            break;
+        if (!is_gone && !pli_comm_is_group_comm(self->super.base) &&
+            pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK) {
+            is_gone = 1;
+            waiting = pli_backoff_begin(gone_ns, NULL, NULL);
+        }
+        PL_TRY(pli_gpu_comm_check(self)); /* the watchdog may have failed the step */
+        if (pli_backoff_pause(&waiting, "a step that is over") == PL_OK)
+            continue;
+        if (is_gone)
+            PL_TRY(pli_base_query(&self->super, PLI_QUERY_WORLD));
+        PL_TRY(fail_late(self, &oldest));
     }
-    return 0;
+done:
+    return st;
 }
 
 /* `message`: NULL if the base has failed already, and has the reason. */
@@ -74,7 +95,8 @@ static void fail_locked(pli_gpu_comm *self, pl_status st, const char *message)
         pl_comm_abort(self->super.base, self->message);
     if (pli_base_is_done(&self->super, self->base_ticket))
         pli_gpu_comm_agreed_locked(self);
-    self->is_lost = self->is_lost || !pli_gpu_comm_drain(self);
+    self->is_lost =
+        self->is_lost || pli_gpu_comm_drain(self, DRAIN_MS * PLI_MS, 0) != PL_OK;
     pli_nccl_abort(self->nccl);
     atomic_store(&self->phase, PLI_GPU_FAILED);
 }
@@ -125,22 +147,9 @@ pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st)
 
 /* ---- the watchdog's check ------------------------------------------------------- */
 
-static void describe(const pli_gpu_comm *self, const pli_inflight_op *inflight,
-                     char *out, size_t out_bytes)
-{
-    const pl_op *op = &inflight->op;
-    (void)snprintf(
-        out, out_bytes,
-        "the %s of %zu %s at byte %zu of device memory (operation %llu, step "
-        "%llu)",
-        pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype),
-        op->offset_bytes - self->super.host_bytes, (unsigned long long)inflight->n,
-        (unsigned long long)inflight->step);
-}
-
 /* Replays of a graph are not tracked, and the host may do nothing with other ranks in
- * the meantime: if a rank is gone, a replay may wait for it.  By the end of GONE_MS,
- * this device has done all to which that rank contributed. */
+ * the meantime: if a rank is gone, a replay may wait for it.  By the end of
+ * PLI_GPU_GONE_MS, this device has done all to which that rank contributed. */
 static pl_status check_replays(pli_gpu_comm *self)
 {
     const int64_t now = pli_now_ns();
@@ -151,7 +160,7 @@ static pl_status check_replays(pli_gpu_comm *self)
     }
     if (self->gone_since_ns == 0)
         self->gone_since_ns = now;
-    if (now - self->gone_since_ns <= GONE_MS * PLI_MS)
+    if (now - self->gone_since_ns <= PLI_GPU_GONE_MS * PLI_MS)
         return PL_OK;
     return pli_base_query(&self->super, PLI_QUERY_WORLD);
 }
@@ -160,7 +169,6 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
 {
     pl_status st = PL_OK;
     pli_inflight_op oldest = {.n = 0};
-    char what[256];
     *is_base = 1;
     PL_TRY(pli_base_query(&self->super, PLI_QUERY_STEP));
     *is_base = 0;
@@ -172,17 +180,14 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
         PL_TRY(check_replays(self));
         goto done;
     }
-    if (oldest.age_ns > GONE_MS * PLI_MS)
+    if (oldest.age_ns > PLI_GPU_GONE_MS * PLI_MS)
         PL_TRY(pli_base_query(&self->super, PLI_QUERY_WORLD));
     *is_base = 0;
     /* If the host waits for the same rank, it can name that rank, so it fails first. */
     if (oldest.age_ns <= self->deadline_ns + self->deadline_ns / 4)
         goto done;
     self->is_lost |= oldest.n <= self->n_agreed;
-    describe(self, &oldest, what, sizeof what);
-    PL_FAIL(PL_ETIMEOUT,
-            "rank %d: %s has not finished on the device within the deadline",
-            self->super.rank, what);
+    st = fail_late(self, &oldest);
 done:
     return st;
 }

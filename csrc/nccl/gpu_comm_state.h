@@ -10,7 +10,10 @@
 #include "gpu_inflight.h"
 #include "gpu_memory.h"
 
-enum { PLI_GPU_MESSAGE_BYTES = 768 };
+enum {
+    PLI_GPU_MESSAGE_BYTES = 768,
+    PLI_GPU_GONE_MS = 2000 /* for the part that a gone rank has done */
+};
 
 typedef enum pli_gpu_comm_phase { PLI_GPU_RUNNING, PLI_GPU_FAILED } pli_gpu_comm_phase;
 
@@ -34,6 +37,7 @@ typedef struct pli_gpu_comm {
     int64_t deadline_ns;
     pli_accumulation accumulation;
     int (*is_interrupted)(void *context); /* NULL: never */
+    void (*report_loss)(void *context, const char *message);
     void *context;
     pid_t owner_pid;
 
@@ -124,8 +128,10 @@ void pli_gpu_comm_agreed_locked(pli_gpu_comm *self);
 /* PL_OK, or the reason why means of operations issued so far will never arrive. */
 pl_status pli_gpu_comm_check_means(pli_gpu_comm *self) PL_MUST_USE;
 
-/* Waits for the operations of finished steps; 0 if some do not finish. */
-int pli_gpu_comm_drain(pli_gpu_comm *self);
+/* Waits for the operations of finished steps, most_ns for each, or gone_ns once a rank
+ * is gone; a failure if one does not finish. */
+pl_status pli_gpu_comm_drain(pli_gpu_comm *self, int64_t most_ns,
+                             int64_t gone_ns) PL_MUST_USE;
 
 /* PL_OK, or the failure that ended the step. */
 pl_status pli_gpu_comm_check(pli_gpu_comm *self) PL_MUST_USE;

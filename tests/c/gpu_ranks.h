@@ -50,7 +50,7 @@ typedef struct gpu_rank {
     pl_stream *stream; /* the user's */
     pl_event *ready;
     pl_status made;
-    char words[2048]; /* why it could not be made */
+    char words[2048]; /* why it could not be made, or what was lost at its end */
     void (*run)(struct gpu_rank *self);
 } gpu_rank;
 
@@ -179,6 +179,12 @@ static inline void gpu_close(gpu_rank *self)
     pli_backend_destroy(self->backend);
 }
 
+static inline void gpu_note_loss(void *context, const char *message)
+{
+    gpu_rank *self = context;
+    (void)snprintf(self->words, sizeof self->words, "%s", message);
+}
+
 static inline pl_status gpu_join(gpu_rank *self)
 {
     gpu_ranks *all = self->all;
@@ -190,7 +196,9 @@ static inline pl_status gpu_join(gpu_rank *self)
                                           .device_bytes = all->device_bytes,
                                           .n_ops = 16,
                                           .deadline_ns = all->deadline_ns,
-                                          .accumulation = all->accumulation};
+                                          .accumulation = all->accumulation,
+                                          .report_loss = gpu_note_loss,
+                                          .context = self};
     return pli_gpu_comm_create(&options, &self->comm);
 }
 

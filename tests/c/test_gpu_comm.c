@@ -384,6 +384,7 @@ TEST_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others)
     atomic_int n_ended = 0;
     gpu_ranks all = gpu_ranks_of(2, 2, FAKE_LATE);
     all.context = &n_ended;
+    all.deadline_ns = 5000 * PLI_MS; /* rank 1's last operation never finishes */
     gpu_ranks_run_world(&all, end_while_the_watchdog_looks);
 }
 
@@ -391,8 +392,7 @@ TEST_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others)
 
 /* The host does not wait for the last step before its world ends: the user's stream
  * copies out of the world's memory in its turn, much later. */
-GPU_TEST_ON_HOSTS(12, 1 + seed % 4, seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE,
-                  a_world_that_ends_well_has_done_its_last_step)
+static void end_behind_a_step(gpu_rank *self)
 {
     void *out = NULL;
     const size_t n_bytes = mean.n_elems * pl_dtype_bytes(mean.dtype);
@@ -404,4 +404,80 @@ GPU_TEST_ON_HOSTS(12, 1 + seed % 4, seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE,
     if (is_well)
         check_kept(self, out, 7);
     self->backend->ops->free(self->backend, out);
+}
+
+GPU_TEST_ON_HOSTS(12, 1 + seed % 4, seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE,
+                  a_world_that_ends_well_has_done_its_last_step)
+{
+    end_behind_a_step(self);
+    if (!CHECK(self->words[0] == '\0'))
+        CHECK_MORE("%s", self->words);
+}
+
+/* A device that has finished no operation before done_at_ns. */
+static _Atomic(const pl_backend_ops *) quick_ops; /* the same for all devices */
+static pl_backend_ops slow_ops[GPUS_MOST];
+static _Atomic int64_t done_at_ns;
+
+static pl_status is_done_at_last(pl_backend *backend, pl_event *event, int *out)
+{
+    *out = 0;
+    return pli_now_ns() < atomic_load(&done_at_ns)
+               ? PL_OK
+               : atomic_load(&quick_ops)->event_is_done(backend, event, out);
+}
+
+/* The world has no watchdog: a thread of it would read the tables meanwhile. */
+static void slow_down(gpu_rank *self)
+{
+    pl_backend_ops *slow = &slow_ops[self->rank];
+    atomic_store(&quick_ops, self->backend->ops);
+    *slow = *self->backend->ops;
+    slow->event_is_done = is_done_at_last;
+    self->backend->ops = slow;
+}
+
+static void run_slow_worlds(uint64_t n_worlds, int64_t deadline_ns,
+                            void (*run)(gpu_rank *self))
+{
+    GPU_WORLDS_WITH(n_worlds, 2, FAKE_LATE, all.has_watchdog = 0;
+                    all.deadline_ns = deadline_ns, run);
+}
+
+/* A single operation, not many, takes the device more than ten seconds. */
+static void end_behind_a_long_step(gpu_rank *self)
+{
+    atomic_store(&done_at_ns, pli_now_ns() + 10500 * PLI_MS);
+    slow_down(self);
+    end_behind_a_step(self);
+    if (!CHECK(self->words[0] == '\0'))
+        CHECK_MORE("%s", self->words);
+}
+
+TEST(a_world_waits_at_its_end_for_an_operation_as_long_as_its_deadline)
+{
+    run_slow_worlds(1, RANKS_DEADLINE_NS, end_behind_a_long_step);
+}
+
+static void end_beyond_the_deadline(gpu_rank *self)
+{
+    atomic_store(&done_at_ns, pli_now_ns() + 1500 * PLI_MS);
+    if (self->rank == 0)
+        slow_down(self);
+    CHECK_OK(gpu_step(self));
+    if (self->rank == 0) {
+        gpu_end_world(self);
+        CHECK(strstr(self->words, "rank 0: the all-reduce of 100 float32") != NULL &&
+              strstr(self->words, "has not finished on the device") != NULL);
+    } else {
+        pl_status st = PL_OK;
+        while (st == PL_OK)
+            st = pl_comm_progress(self->comm);
+        CHECK(st == PL_EPEER && error_has("has not finished on the device"));
+    }
+}
+
+TEST(means_that_are_lost_at_a_worlds_end_are_reported_to_all)
+{
+    run_slow_worlds(2, 300 * PLI_MS, end_beyond_the_deadline);
 }

@@ -21,6 +21,21 @@ static pl_status open_library(const char *path, pli_nccl_library **out)
     return st;
 }
 
+/* A world may be destroyed while an exception is on its way. */
+static void report_loss(void *state, const char *message)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *traceback;
+    (void)state;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
+                         "averages of the last steps were lost on the GPU: %s",
+                         message) != 0)
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+}
+
 int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
                          const char *accumulate, const char *nccl, pl_comm **comm)
 {
@@ -28,6 +43,7 @@ int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
     pli_nccl_library *library = NULL;
     options->is_interrupted = pli_is_interrupted;
     options->empty_caches = pli_gpu_empty_cache;
+    options->report_loss = report_loss;
     options->context = state;
     if (read_accumulation(accumulate, &options->accumulation) != 0)
         return -1;
