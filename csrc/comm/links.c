@@ -1,7 +1,6 @@
 /* links.c - sends and receives bytes between the leaders of hosts. */
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -14,8 +13,8 @@
 
 enum {
     MOST_PIECES = 72, /* per system call */
-    LIMIT_MS = 10000, /* a host that does not answer for so long is down */
-    MOST_PROBE_S = 10000
+    LIMIT_S = 10,     /* a host that does not answer for so long is down */
+    MOST_LIMIT_S = 1000000
 };
 
 static void close_connection(connection *link)
@@ -27,24 +26,16 @@ static void close_connection(connection *link)
     }
 }
 
-static int probe_seconds(int64_t ns)
-{
-    const int64_t seconds = ns / (1000 * PLI_MS);
-    return seconds < 1 ? 1 : seconds > MOST_PROBE_S ? MOST_PROBE_S : (int)seconds;
-}
-
 /* Has the kernel probe the host while nothing is sent.  The other kernel answers even
  * if the processes there are busy or stopped.  The streams of data have no such limit:
  * a stopped process leaves its buffer full, and must be waited for.  Notices are too
  * few and short to fill one. */
-static void probe_host(int fd, int64_t limit_ns)
+static void probe_host(int fd, int limit_s)
 {
-    const int64_t limit_ms = limit_ns / PLI_MS;
-    const int options[][3] = {
-        {SOL_SOCKET, SO_KEEPALIVE, 1},
-        {IPPROTO_TCP, TCP_KEEPIDLE, probe_seconds(limit_ns / 2)},
-        {IPPROTO_TCP, TCP_KEEPINTVL, probe_seconds(limit_ns / 10)},
-        {IPPROTO_TCP, TCP_USER_TIMEOUT, limit_ms < INT_MAX ? (int)limit_ms : INT_MAX}};
+    const int options[][3] = {{SOL_SOCKET, SO_KEEPALIVE, 1},
+                              {IPPROTO_TCP, TCP_KEEPIDLE, (limit_s + 1) / 2},
+                              {IPPROTO_TCP, TCP_KEEPINTVL, (limit_s + 9) / 10},
+                              {IPPROTO_TCP, TCP_USER_TIMEOUT, limit_s * 1000}};
     for (size_t i = 0; i < sizeof options / sizeof options[0]; i++)
         (void)setsockopt(fd, options[i][0], options[i][1], &options[i][2],
                          sizeof options[i][2]); /* other sockets than TCP lack some */
@@ -58,8 +49,20 @@ static pl_status take_sockets(connection *link, const int *fds)
         if (link->fds[s] < 0)
             PL_FAIL_ERRNO("cannot take over the connection to %s", link->name);
     }
-    probe_host(link->fds[PLI_LINK_NOTICE], link->owner->limit_ns);
+    probe_host(link->fds[PLI_LINK_NOTICE], link->owner->limit_s);
 done:
+    return st;
+}
+
+/* The kernel counts in whole seconds. */
+static pl_status read_limit(int *out)
+{
+    const int64_t second = 1000 * PLI_MS;
+    int64_t ns = 0;
+    const pl_status st =
+        pli_config_timeout_ns("PACELINE_LINK_TIMEOUT", LIMIT_S * second, &ns);
+    *out =
+        ns < MOST_LIMIT_S * second ? (int)((ns + second - 1) / second) : MOST_LIMIT_S;
     return st;
 }
 
@@ -75,8 +78,7 @@ pl_status pli_links_create(const pli_links_options *options, pli_links **out)
     self->rank = options->rank;
     self->owner_pid = getpid();
     atomic_flag_clear(&self->is_sending);
-    PL_TRY(pli_config_timeout_ns("PACELINE_LINK_TIMEOUT", LIMIT_MS * PLI_MS,
-                                 &self->limit_ns));
+    PL_TRY(read_limit(&self->limit_s));
     for (int h = 0; h < options->n_hosts; h++) {
         connection *link = &self->links[h];
         pli_text_print(link->name, sizeof link->name, "%s", options->names[h]);

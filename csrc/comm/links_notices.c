@@ -99,10 +99,9 @@ pl_status pli_links_fail_by_end(connection *link, int error)
         return fail_by_notice(link);
     if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH)
         return pli_fail(PL_EPEER,
-                        "rank %d: %s did not answer for %.3g s: the host is down, or "
+                        "rank %d: %s did not answer for %d s: the host is down, or "
                         "the network to it is cut",
-                        link->owner->rank, link->name,
-                        (double)link->owner->limit_ns / 1e9);
+                        link->owner->rank, link->name, link->owner->limit_s);
     if (error != 0)
         return pli_fail(PL_EPEER,
                         "rank %d: %s: the connection to that host was lost: %s",

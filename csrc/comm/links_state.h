@@ -48,7 +48,7 @@ struct pli_links {
     int rank;
     int owner_pid; /* a forked child sends nothing */
     int has_ended;
-    int64_t limit_ns;       /* how long a host may not answer */
+    int limit_s;            /* how long a host may not answer */
     uint64_t epoch;         /* from 0 */
     atomic_flag is_sending; /* any thread may send, or end */
     connection *links;

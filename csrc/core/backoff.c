@@ -17,14 +17,12 @@ enum {
 pli_backoff pli_backoff_begin(int64_t most_ns, pl_status (*poll)(void *context),
                               void *context)
 {
-    pli_backoff backoff = {.poll = poll,
-                           .context = context,
-                           .most_ns = most_ns,
-                           .sleep_ns = FIRST_SLEEP_US * INT64_C(1000),
-                           .n_spins = N_SPINS,
-                           .n_yields = N_YIELDS};
-    (void)pli_elapsed_ns(&backoff.waited);
-    return backoff;
+    return (pli_backoff){.poll = poll,
+                         .context = context,
+                         .most_ns = most_ns,
+                         .sleep_ns = FIRST_SLEEP_US * INT64_C(1000),
+                         .n_spins = N_SPINS,
+                         .n_yields = N_YIELDS};
 }
 
 pl_status pli_backoff_pause(pli_backoff *backoff, const char *what)
