@@ -32,7 +32,9 @@ def train(
     hosts.join(rank, f"{folder}/store", GROUP_SECONDS)
     means = []
     with fake_gpus.on_gpu(rank) if on_gpu else contextlib.nullcontext():
-        model = paceline.DistributedDataParallel(torch.nn.Linear(width, width, bias=False))
+        model = paceline.DistributedDataParallel(
+            torch.nn.Linear(width, width, bias=False)
+        )
         try:
             for step in range(n_steps):
                 if step == 3:

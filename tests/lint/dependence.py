@@ -33,7 +33,7 @@ C_FILES: dict[str, set[str]] = {
     "python/module": _CORE | {"python", "python/ddp", "python/dp"},
 }
 
-_LEAVES = {"_native", "_environment", "_cgroup", "_cloudpickle", "_errors"}
+_LEAVES = {"_native", "_environment", "_cgroup", "_cloudpickle", "_errors", "_waiting"}
 _TOOLS = {"_gpu", "_files", "_checksum", "_checkpoint", "_recorder", "_mean"}
 _TOOLS |= {"_messages"}
 _LOW = _LEAVES | {"_compat"} | _TOOLS
@@ -42,6 +42,7 @@ PACKAGES: dict[str, set[str]] = {
     "_errors": set(),
     "_environment": {"_native"},
     "_cgroup": set(),
+    "_waiting": set(),
     "_cloudpickle": set(),
     "_compat": _LEAVES,
     **dict.fromkeys(sorted(_TOOLS), _LOW),

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from paceline import _messages, _native
 from paceline._compat import torch_groups
 from paceline._ddp import forks, host_links
+from paceline._waiting import Patience
 
 _log = logging.getLogger("paceline")
 
@@ -247,7 +248,9 @@ class Peers:
         except RuntimeError:  # no memory for a thread: ask without a deadline
             run()
         else:
-            thread.join(min(self._seconds, threading.TIMEOUT_MAX))
+            patience = Patience(self._seconds)
+            while thread.is_alive() and patience.left() > 0:
+                thread.join(min(self._seconds, CHECK_EVERY_SECONDS))
         who = f"rank {self.rank}: {self._store_host}"
         if answers:
             return answers[0]
@@ -362,7 +365,7 @@ class Peers:
 
     def _await_keys(self, keys: list[str], number: int, seconds: float) -> None:
         """Wait until the store has all keys; watch the ranks meanwhile."""
-        until = time.monotonic() + seconds
+        patience = Patience(seconds)
         pause = POLL_SECONDS
         n_there = 0
         while True:
@@ -370,7 +373,7 @@ class Peers:
             n_there += self._in_time(lambda: self._count_first(keys[n_there:]))  # noqa: B023
             if n_there == len(keys):
                 return
-            if time.monotonic() > until:
+            if patience.left() < 0:
                 self._fail_late(number, seconds)
             time.sleep(pause)
             # One store serves all ranks, including the one awaited.

@@ -42,6 +42,7 @@ from paceline._ddp.peers import (
     name_of_host,
     words_of,
 )
+from paceline._waiting import Patience
 
 _log = logging.getLogger("paceline")
 
@@ -175,10 +176,10 @@ class Meeting:
         if not self._has_cpu:
             rows = self._peers.all_gather(packed, seconds or self._seconds)
         else:
-            until = None if seconds is None else time.monotonic() + seconds
+            patience = None if seconds is None else Patience(seconds)
             try:
                 rows = _messages.all_gather(
-                    packed, lambda mine: self._all_gather(mine, until), who
+                    packed, lambda mine: self._all_gather(mine, patience), who
                 )
             except BaseException as error:
                 _out_of_step[self.group] = words_of(error)
@@ -194,7 +195,7 @@ class Meeting:
             self._peers.tell_of_end(why)
 
     def _all_gather(
-        self, mine: torch.Tensor, until: float | None
+        self, mine: torch.Tensor, patience: Patience | None
     ) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         if not self._is_known_kind:
@@ -211,7 +212,7 @@ class Meeting:
                 if time.monotonic() > check_at:
                     self._peers.check()
                     check_at = time.monotonic() + CHECK_EVERY_SECONDS
-                if until is not None and time.monotonic() > until:
+                if patience is not None and patience.left() < 0:
                     raise _native.PeerTimeoutError(
                         f"rank {self.rank}: the other ranks have not reported how "
                         "their construction ended"

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from paceline._waiting import Patience
+
 _PREFIX = "paceline/init"
 _POLL_SECONDS = 0.005
 
@@ -40,9 +42,9 @@ def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> str:
     TimeoutError
         If some ranks do not come; on rank 0 the error names them.
     """
-    until = time.monotonic() + seconds
+    patience = Patience(seconds)
     if rank == 0:
-        return _bring_together(store, range(1, size), until)
+        return _bring_together(store, range(1, size), patience)
     drawn = secrets.token_hex(8)
     store.set(f"{_PREFIX}/hello/{rank}", drawn)
     answer = f"{_PREFIX}/answer/{rank}"
@@ -54,12 +56,12 @@ def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> str:
         heard, _, token = found.decode(errors="replace").partition(" ")
         return bool(heard == drawn)
 
-    _await(is_answered, until, lambda: "rank 0 does not answer")
+    _await(is_answered, patience, lambda: "rank 0 does not answer")
     store.set(f"{_PREFIX}/{token}/{rank}", "there")
     return f"{_PREFIX}/{token}"
 
 
-def _bring_together(store: Any, others: Iterable[int], until: float) -> str:
+def _bring_together(store: Any, others: Iterable[int], patience: Patience) -> str:
     """Act as rank 0: answer each rank until it has received the right answer."""
     token = secrets.token_hex(8)
     missing = set(others)
@@ -78,14 +80,14 @@ def _bring_together(store: Any, others: Iterable[int], until: float) -> str:
                     store.set(f"{_PREFIX}/answer/{rank}", f"{text} {token}")
         return not missing
 
-    _await(are_all_there, until, lambda: f"ranks {sorted(missing)} have not come")
+    _await(are_all_there, patience, lambda: f"ranks {sorted(missing)} have not come")
     return f"{_PREFIX}/{token}"
 
 
 def _await(
-    is_done: Callable[[], bool], until: float, describe: Callable[[], str]
+    is_done: Callable[[], bool], patience: Patience, describe: Callable[[], str]
 ) -> None:
     while not is_done():
-        if time.monotonic() > until:
+        if patience.left() < 0:
             raise TimeoutError(describe())
         time.sleep(_POLL_SECONDS)
