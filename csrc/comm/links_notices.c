@@ -184,10 +184,11 @@ static void send_notice(connection *link)
             notice_bytes(&link->sent) - link->n_sent, MSG_DONTWAIT | MSG_NOSIGNAL));
         if (n > 0) {
             link->n_sent += (size_t)n;
+        } else if (n == 0 || errno == EAGAIN || errno == EPIPE) {
+            return; /* later */
         } else if (errno != EINTR) {
-            if (errno != EAGAIN && errno != EPIPE) /* a socket reports it only once */
-                atomic_store(&link->error, errno);
-            return; /* later; after an error, the next check fails */
+            atomic_store(&link->error, errno); /* a socket reports it only once */
+            return;
         }
     }
 }
