@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import forbidden, warm
+from support import forbidden, waiting, warm
 from support.kernel import MISSING, SECONDS, Kernel
 from support.prints import without_gloo
 from support.processes import is_running, wait_until_gone
@@ -130,8 +130,12 @@ def test_ranks_end_with_their_caller(script, how):
 @pytest.mark.parametrize("script", ["stops"], indirect=True)
 def test_stopped_ranks_and_programs_of_ranks_end_with_the_caller(script):
     script.read_pids(4)
-    states = [Path(f"/proc/{p}/stat").read_text().split()[2] for p in script.pids]
-    assert states.count("T") == 1
+
+    def is_one_stopped():
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in script.pids]
+        return [stat.rpartition(")")[2].split()[0] for stat in stats].count("T") == 1
+
+    assert waiting.until(is_one_stopped)
     script.process.kill()
     assert wait_until_gone(script.pids, SECONDS) == []
 

@@ -8,6 +8,8 @@ import sys
 import paceline
 import pytest
 import torch
+from paceline import _messages
+from paceline._compat import torch_groups
 from paceline.data import BatchSampler
 from support.ranks import run_ranks, values
 from torch.utils.data import DataLoader, TensorDataset
@@ -138,7 +140,8 @@ def test_only_what_another_rank_has_done_is_said_to_be_its_fault(
     for name, value in {"initialized": True, "rank": 0, "world_size": 2}.items():
         face = f"is_{name}" if value is True else f"get_{name}"
         monkeypatch.setattr(torch.distributed, face, lambda value=value: value)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", fail)
+    monkeypatch.setattr(torch_groups, "default_group", lambda: None)
+    monkeypatch.setattr(_messages, "all_gather_by", fail)
     with pytest.raises(RuntimeError) as caught:
         paceline.mean(1)
     assert caught.typename == f"{kind}Error"
