@@ -97,6 +97,8 @@ pl_status pli_shm_create(const pli_shm_options *options, pli_listener *listener,
     PL_TRY(pli_calloc(1, sizeof *made, "a world of processes", &made));
     made->fd = -1;
     PL_TRY(watch_everybody(options, &watch));
+    if (options->world_size > 1 && options->prove == NULL)
+        PL_FAIL(PL_EINVAL, "several processes need a secret to share memory");
     if (options->world_size == 1)
         PL_TRY(pli_segment_create(PLI_SEGMENT_ANONYMOUS, 1, options->arena_bytes,
                                   pli_ring_ops(options->n_ops), made));

@@ -1,10 +1,11 @@
 /* shm_init.h - creates a world of processes on one host.
  *
  * Rank 0 listens on a Unix socket of the abstract namespace; the ranks have agreed on
- * its name by other means (the user's process group).  Each other rank connects and
- * sends a request; when all have, rank 0 sends each the segment's descriptor.  If a
- * rank fails meanwhile, its peers see its socket close or, by a pidfd, its process end:
- * no rank waits for one that is gone.
+ * its name and on a secret by other means (the user's process group).  Each other rank
+ * connects; both sides prove that they have the secret, and where a process can be
+ * seen it must be the rank's.  When all ranks have, rank 0 sends each the segment's
+ * descriptor.  If a rank fails meanwhile, its peers see its socket close or, by a
+ * pidfd, its process end: no rank waits for one that is gone.
  *
  * A world of one rank needs neither socket nor descriptor.
  */
@@ -14,7 +15,7 @@
 #include "core/process.h"
 #include "progress.h"
 
-enum { PLI_ADDRESS_BYTES = 48 };
+enum { PLI_ADDRESS_BYTES = 48, PLI_PROOF_BYTES = 32 };
 
 typedef struct pli_listener pli_listener;
 
@@ -30,7 +31,10 @@ typedef struct pli_shm_options {
     pli_processes *processes; /* likewise */
     /* Called every 100 ms: non-zero gives up with PL_EAGAIN.  NULL: never called. */
     int (*is_interrupted)(void *context);
-    void *context;
+    /* Writes a message's HMAC-SHA256 under the job's secret.  NULL if alone. */
+    pl_status (*prove)(void *context, const void *message, size_t n_bytes,
+                       unsigned char out[PLI_PROOF_BYTES]);
+    void *context; /* of both calls */
 } pli_shm_options;
 
 /* Rank 0: opens a socket with a random name, written to `address`. */

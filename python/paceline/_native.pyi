@@ -142,6 +142,7 @@ class RankWorld:
         nccl: str | None = None,
         accumulate: str = "nccl",
         hosts: tuple[Sequence[int], tuple[str, ...], Sequence[int]] | None = None,
+        prove: Callable[[bytes], bytes] | None = None,
     ) -> RankWorld: ...
     @property
     def rank(self) -> int: ...

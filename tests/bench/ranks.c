@@ -19,6 +19,7 @@
 #include "comm/shm_init.h"
 #include "core/clock.h"
 #include "reducer/reducer.h"
+#include "tests/c/secret.h"
 
 enum {
     MOST_HOSTS = 64,
@@ -136,7 +137,8 @@ static void run_rank(world *it, int host, int rank, const pli_listener *listener
                                      .arena_bytes = pl_reducer_arena_bytes(&spec),
                                      .n_ops = pli_hierarchy_inner_ops(N_OPS),
                                      .deadline_ns = 60000 * PLI_MS,
-                                     .pids = it->pids[host]};
+                                     .pids = it->pids[host],
+                                     .prove = secret_prove};
     while (!atomic_load(&it->is_started))
         pli_sleep_ns(PLI_MS);
     must(pli_shm_create(&options, listener, it->addresses[host], &comm));

@@ -19,6 +19,7 @@
 #include "leaks.h"
 #include "ops.h"
 #include "ranks.h"
+#include "secret.h"
 
 enum { PROCESSES_MAX = 256, PROCESSES_ALARM_S = 40 };
 
@@ -104,7 +105,8 @@ static inline pl_status child_join(child *self)
                                      .arena_bytes = all->arena_bytes,
                                      .n_ops = 64,
                                      .deadline_ns = all->deadline_ns,
-                                     .pids = all->pids};
+                                     .pids = all->pids,
+                                     .prove = secret_prove};
     const pl_status st =
         pli_shm_create(&options, self->listener, all->address, &self->comm);
     pli_listener_destroy(self->listener);

@@ -157,6 +157,7 @@ TEST(an_interrupt_ends_the_wait_for_the_others)
                                      .deadline_ns = RANKS_DEADLINE_NS,
                                      .pids = nobody,
                                      .is_interrupted = yes,
+                                     .prove = secret_prove,
                                      .context = &n_asked};
     const int n_descriptors = n_open_descriptors();
     const int64_t begin = pli_now_ns();
@@ -181,7 +182,8 @@ TEST(ranks_that_never_come_end_the_wait_at_the_deadline)
                                      .arena_bytes = 1,
                                      .n_ops = 1,
                                      .deadline_ns = 100 * PLI_MS,
-                                     .pids = nobody};
+                                     .pids = nobody,
+                                     .prove = secret_prove};
     const int64_t begin = pli_now_ns();
     if (!CHECK_OK(pli_listener_create(address, &listener)))
         return;

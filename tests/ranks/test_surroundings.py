@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import time
 
 import paceline
@@ -170,6 +171,10 @@ def no_memfd(rank):
     forbid("memfd_create")
 
 
+def no_word_on_callers(rank):
+    forbid("getsockopt", third_argument=socket.SO_PEERCRED)
+
+
 def no_large_files(rank):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
@@ -228,6 +233,15 @@ SOCKETS = "): they talk by sockets between them"
         ),
         (2, no_proc, None, UNKNOWN, SOCKETS),
         pytest.param(2, no_memfd, None, "rank 0: cannot make", "", marks=needs_seccomp),
+        *(
+            pytest.param(
+                *(2, no_word_on_callers, whose),
+                "rank 0: cannot learn which process connects",
+                "Operation not permitted",
+                marks=needs_seccomp,
+            )
+            for whose in (None, 0)
+        ),
         (2, no_large_files, 0, "rank 0: cannot size shared memory", ""),
         (2, no_descriptors, 0, f"{UNKNOWN}: [Errno 24] Too many open files", ""),
         (2, no_descriptors, 1, f"{UNKNOWN}: [Errno 24] Too many open files", ""),

@@ -12,10 +12,11 @@ import platform
 import struct
 
 _NUMBERS = {
-    "x86_64": {"memfd_create": 319, "pidfd_open": 434},
-    "aarch64": {"memfd_create": 279, "pidfd_open": 434},
+    "x86_64": {"memfd_create": 319, "pidfd_open": 434, "getsockopt": 55},
+    "aarch64": {"memfd_create": 279, "pidfd_open": 434, "getsockopt": 209},
 }
 _LOAD_NUMBER = (0x20, 0, 0, 0)  # seccomp_data.nr
+_LOAD_THIRD = (0x20, 0, 0, 32)  # the third argument
 _ALLOW = (0x06, 0, 0, 0x7FFF0000)
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 
@@ -25,12 +26,18 @@ def is_known() -> bool:
     return platform.machine() in _NUMBERS
 
 
-def forbid(name: str, error: int = errno.EPERM) -> None:
+def forbid(
+    name: str, error: int = errno.EPERM, third_argument: int | None = None
+) -> None:
     """Make a system call fail in this thread and in the threads that it starts."""
     number = _NUMBERS[platform.machine()][name]
+    more = []
+    if third_argument is not None:
+        more = [_LOAD_THIRD, (0x15, 0, 1, third_argument)]
     rows = [
         _LOAD_NUMBER,
-        (0x15, 0, 1, number),  # if it is another system call, skip a row
+        (0x15, 0, 1 + len(more), number),  # if it is another system call, skip rows
+        *more,
         (0x06, 0, 0, 0x00050000 | error),
         _ALLOW,
     ]

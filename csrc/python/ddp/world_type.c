@@ -30,9 +30,30 @@ typedef struct world_arguments {
     const char *nccl;
     const char *accumulate;
     PyObject *hosts; /* None, or (n_ranks, names, fds) */
+    PyObject *prove; /* (bytes) -> 32 bytes that need the job's secret; or None */
     int64_t deadline_ns;
     pli_world_hosts by_host;
 } world_arguments;
+
+/* Calls `prove`; takes the GIL. */
+static pl_status prove(void *callable, const void *message, size_t n_bytes,
+                       unsigned char out[PLI_PROOF_BYTES])
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *proof =
+        PyObject_CallFunction(callable, "y#", message, (Py_ssize_t)n_bytes);
+    const int is_whole = proof != NULL && PyBytes_Check(proof) &&
+                         PyBytes_GET_SIZE(proof) == PLI_PROOF_BYTES;
+    if (is_whole)
+        memcpy(out, PyBytes_AS_STRING(proof), PLI_PROOF_BYTES);
+    else if (proof != NULL)
+        PyErr_Format(PyExc_TypeError, "prove has not returned %d bytes",
+                     PLI_PROOF_BYTES);
+    Py_XDECREF(proof);
+    const pl_status st = is_whole ? PL_OK : pli_callback_failed();
+    PyGILState_Release(gil);
+    return st;
+}
 
 static pl_status join_world(const module_state *state, const world_arguments *arguments,
                             const int *pids, const char *address, pl_comm **out)
@@ -52,6 +73,8 @@ static pl_status join_world(const module_state *state, const world_arguments *ar
         .progress = state->progress,
         .processes = state->processes,
         .is_interrupted = pli_is_interrupted,
+        .prove = prove,
+        .context = arguments->prove,
         .deadline_ns = arguments->deadline_ns + (has_hosts ? HOST_GRACE_NS : 0),
     };
     pli_listener *listener = Py_IS_TYPE(arguments->meeting, state->listener_type)
@@ -134,22 +157,28 @@ static int check_arguments(const module_state *state, const world_arguments *arg
             "meeting is %R: give rank 0's Listener on rank 0, its address on other "
             "ranks, or None if a rank shares no memory",
             arguments->meeting);
+    if (!is_alone && !PyCallable_Check(arguments->prove))
+        return pli_error(PyExc_TypeError,
+                         "prove is %R: give a function of bytes that proves the job's "
+                         "secret to the host's other ranks",
+                         arguments->prove);
     return 0;
 }
 
 static int parse_arguments(const module_state *state, PyObject *args, PyObject *kwargs,
                            world_arguments *arguments)
 {
-    static char *names[] = {
-        "rank", "world_size", "arena_bytes", "n_ops",  "timeout",
-        "pids", "meeting",    "group_comm",  "device", "device_bytes",
-        "nccl", "accumulate", "hosts",       NULL};
+    static char *names[] = {"rank",    "world_size",   "arena_bytes", "n_ops",
+                            "timeout", "pids",         "meeting",     "group_comm",
+                            "device",  "device_bytes", "nccl",        "accumulate",
+                            "hosts",   "prove",        NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iinndOO|OOnzsO:RankWorld", names, &arguments->rank,
+            args, kwargs, "iinndOO|OOnzsOO:RankWorld", names, &arguments->rank,
             &arguments->world_size, &arguments->arena_bytes, &arguments->n_ops,
             &arguments->timeout, &arguments->pids, &arguments->meeting,
             &arguments->group_comm, &arguments->device, &arguments->device_bytes,
-            &arguments->nccl, &arguments->accumulate, &arguments->hosts) ||
+            &arguments->nccl, &arguments->accumulate, &arguments->hosts,
+            &arguments->prove) ||
         pli_world_hosts_read(arguments->hosts, arguments->rank, arguments->world_size,
                              &arguments->by_host) != 0)
         return -1;
@@ -214,7 +243,7 @@ static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PLI_ENTER(type);
     module_state *state = state_of_type(type);
-    world_arguments arguments = {.accumulate = "nccl"};
+    world_arguments arguments = {.accumulate = "nccl", .prove = Py_None};
     const char *address = NULL;
     int pids[PLI_MAX_GROUP_RANKS];
     if (parse_arguments(state, args, kwargs, &arguments) != 0)
@@ -405,11 +434,13 @@ static PyType_Slot world_slots[] = {
     {Py_tp_doc,
      "RankWorld(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
      "group_comm=None, device=None, device_bytes=0, nccl=None, "
-     "accumulate='nccl', hosts=None)\n--\n\n"
+     "accumulate='nccl', hosts=None, prove=None)\n--\n\n"
      "A rank's end of a world of processes: on one host; on several, with hosts = "
      "(n_ranks, names, fds); or on any, with a group_comm that carries their "
      "messages. With hosts, pids are those of this host's ranks. Its buffer is this "
-     "rank's arena. With a device, device_bytes more are in its memory, and NCCL "
+     "rank's arena. Processes of one host prove to each other that they have the "
+     "job's secret: prove(message) is its HMAC-SHA256. With a device, device_bytes "
+     "more are in its memory, and NCCL "
      "reduces them, summed in its own way or in 'float32'."},
     {0, NULL},
 };

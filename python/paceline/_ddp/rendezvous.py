@@ -9,6 +9,8 @@ carries all.  Later the native world watches the processes itself.
 from __future__ import annotations
 
 import enum
+import functools
+import hmac
 import logging
 import mmap
 import os
@@ -408,6 +410,7 @@ class Meeting:
             rank=self.rank,
             world_size=self.size,
             timeout=self._seconds,
+            prove=functools.partial(hmac.digest, self._secret, digest="sha256"),
             **sizes,
             **ways,
         )

@@ -52,6 +52,7 @@ def assert_named(words, *messages):
         ({"meeting": "somewhere"}, ["meeting", "Listener"]),
         ({"meeting": 3}, ["meeting", "Listener"]),
         ({"rank": 1, "world_size": 2, "pids": [0, 0]}, ["meeting", "address"]),
+        ({"world_size": 2, "pids": [0, 0], "prove": None}, ["prove", "None"]),
     ],
     ids=str,
 )
