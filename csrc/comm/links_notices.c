@@ -16,11 +16,15 @@ static void take_notice(connection *link)
     notice *coming = &link->coming;
     if (link->n_coming < NOTICE_HEAD_BYTES)
         return;
-    if (coming->n_bytes >= sizeof coming->text) { /* no leader sends so much */
+    const int is_whole = link->n_coming == notice_bytes(coming);
+    /* No leader sends as much as fills the text. */
+    if (coming->n_bytes >= sizeof coming->text ||
+        (is_whole && coming->crc != notice_crc(coming))) {
+        atomic_store(&link->error, EBADMSG);
         link->has_ended = 1;
         return;
     }
-    if (link->n_coming < notice_bytes(coming))
+    if (!is_whole)
         return;
     coming->text[coming->n_bytes] = '\0';
     link->n_coming = 0;
@@ -102,6 +106,9 @@ pl_status pli_links_fail_by_end(connection *link, int error)
                         "rank %d: %s did not answer for %d s: the host is down, or "
                         "the network to it is cut",
                         link->owner->rank, link->name, link->owner->limit_s);
+    if (error == EBADMSG)
+        return pli_fail(PL_EPEER, "rank %d: %s sent a notice that arrived damaged",
+                        link->owner->rank, link->name);
     if (error != 0)
         return pli_fail(PL_EPEER,
                         "rank %d: %s: the connection to that host was lost: %s",
@@ -213,6 +220,7 @@ static void send_locked(pli_links *self, notice *sent, const char *reason)
 {
     pli_text_print(sent->text, sizeof sent->text, "%s", reason);
     sent->n_bytes = (uint32_t)strlen(sent->text);
+    sent->crc = notice_crc(sent);
     for (int h = 0; h < self->n_hosts && !self->has_ended; h++)
         if (h != self->host)
             begin_notice(&self->links[h], sent);

@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 
+#include "core/crc32c.h"
 #include "links.h"
 
 enum { LINK_NAME_BYTES = 160 };
@@ -18,8 +19,9 @@ typedef enum notice_kind {
 
 /* One message of PLI_LINK_NOTICE. */
 typedef struct notice {
-    uint64_t epoch;   /* of NOTICE_WAITS: the operation's number */
+    uint32_t crc;     /* CRC-32C of what follows */
     uint32_t host;    /* of NOTICE_WAITS: the host it waits for */
+    uint64_t epoch;   /* of NOTICE_WAITS: the operation's number */
     uint32_t kind;    /* notice_kind */
     uint32_t n_bytes; /* of `text`, as sent */
     char text[PLI_NOTICE_BYTES];
@@ -58,6 +60,11 @@ struct pli_links {
 static inline size_t notice_bytes(const notice *self)
 {
     return NOTICE_HEAD_BYTES + self->n_bytes;
+}
+
+static inline uint32_t notice_crc(const notice *self)
+{
+    return pli_crc32c(0, &self->host, notice_bytes(self) - offsetof(notice, host));
 }
 
 /* Fails because a connection has ended, with `error` or, if 0, without one.  The

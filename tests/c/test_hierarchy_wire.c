@@ -210,6 +210,19 @@ TEST(a_flipped_bit_anywhere_in_a_message_is_an_error)
     }
 }
 
+TEST(a_damaged_notice_is_an_error)
+{
+    const uint32_t notice[6] = {1, 2, 3}; /* its checksum is wrong */
+    scene it;
+    if (!scene_init(&it))
+        return;
+    CHECK(send(it.peer[PLI_LINK_NOTICE], notice, sizeof notice, MSG_NOSIGNAL) ==
+          (ssize_t)sizeof notice);
+    CHECK(pli_comm_check_peers(it.world) == PL_EPEER);
+    CHECK_SAYS("rank 1 (host 1) sent a notice that arrived damaged");
+    scene_fini(&it);
+}
+
 /* ---- invalid heads -------------------------------------------------------------- */
 
 static void send_head(const scene *it, pli_link_stream stream, uint64_t number,

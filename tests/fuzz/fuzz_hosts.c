@@ -45,8 +45,18 @@ static void seal(uint8_t *head)
     memcpy(head + HOSTS_HEAD_BYTES - sizeof crc, &crc, sizeof crc);
 }
 
+/* ... and into a notice of n bytes. */
+static void seal_notice(uint8_t *notice, size_t n)
+{
+    uint32_t crc = 0;
+    if (n < sizeof crc)
+        return;
+    crc = pli_crc32c(0, notice + sizeof crc, n - sizeof crc);
+    memcpy(notice, &crc, sizeof crc);
+}
+
 /* Sends runs of bytes; the input gives the socket, the repeats, the size, the bytes.  A
- * run for this leader itself asks for a right checksum in the head of the next. */
+ * run for this leader itself asks for a right checksum in the next. */
 static void send_runs(const int *ends, bytes *from)
 {
     int is_sealed = 0;
@@ -57,7 +67,9 @@ static void send_runs(const int *ends, bytes *from)
         const bytes run = bytes_take(from, n);
         uint8_t sent[UINT8_MAX];
         memcpy(sent, run.at, run.n);
-        if (is_sealed && run.n >= HOSTS_HEAD_BYTES)
+        if (is_sealed && s % PLI_N_LINK_STREAMS == PLI_LINK_NOTICE)
+            seal_notice(sent, run.n);
+        else if (is_sealed && run.n >= HOSTS_HEAD_BYTES)
             seal(sent);
         is_sealed = ends[s] < 0;
         for (unsigned i = 0; ends[s] >= 0 && i < n_times; i++)
