@@ -14,7 +14,7 @@ enum {
     POLL_MS = 20,
     ASK_EVERY = 5,   /* checks */
     READ_FIRST = 50, /* checks: how long messages are read before a death is told */
-    PROOF_TIMEOUT_S = 2,
+    PROOF_TIMEOUT_MS = 2000,
     MOST_PEERS = 2 * PL_MAX_RANKS
 };
 
@@ -147,7 +147,7 @@ static void refuse(int fd, const char *message)
     (void)close(fd);
 }
 
-/* The oldest caller that is no rank's process; self->n if there is none. */
+/* The oldest caller whose process is not a rank's; self->n if all are. */
 static int oldest_stranger(const callers *self)
 {
     int i = 0;
@@ -256,9 +256,8 @@ static pl_status read_requests(const pli_shm_options *options,
 {
     pl_status st = PL_OK;
     for (int i = self->n - 1; i >= 0; i--) {
-        const int is_late =
-            pli_now_ns() - self->all[i].since_ns > PROOF_TIMEOUT_S * 1000 * PLI_MS;
-        if (polled[i].revents == 0 && !is_late)
+        const int64_t until_ns = self->all[i].since_ns + PROOF_TIMEOUT_MS * PLI_MS;
+        if (polled[i].revents == 0 && pli_now_ns() < until_ns)
             continue;
         const caller from = take_caller(self, i);
         if (polled[i].revents == 0)
@@ -351,7 +350,7 @@ static pl_status connect_to_rank_0(const char *address, waiting *wait, pli_watch
 {
     pl_status st = PL_OK;
     const pli_shm_options *options = wait->options;
-    const struct timeval most = {.tv_usec = POLL_MS * 1000};
+    const struct timeval most = {.tv_usec = 1000L * POLL_MS};
     struct sockaddr_un name;
     struct ucred peer = {0};
     socklen_t name_len;
@@ -372,7 +371,7 @@ static pl_status connect_to_rank_0(const char *address, waiting *wait, pli_watch
         PL_TRY(fail_without_rank_0(options, watch));
     if (status != 0)
         PL_FAIL_ERRNO("rank %d: cannot connect to rank 0", options->rank);
-    /* If the kernel does not say who listens, rank 0's proof must do. */
+    /* If the kernel does not name the process, rank 0's proof alone decides. */
     const int is_told = pli_read_peer(fd, &peer) == PL_OK;
     if (is_told && options->pids[0] > 0 && peer.pid != options->pids[0])
         PL_FAIL(PL_EPEER,
@@ -402,6 +401,7 @@ static pl_status receive(waiting *wait, void *out, size_t n_bytes, int *is_lost,
                             .msg_controllen = CMSG_LEN(sizeof fd)};
     ssize_t n = 0;
     PL_TRY(wait_readable(wait, wait->watch->ranks[0].socket));
+    /* NOLINTNEXTLINE(clang-analyzer-unix.StdCLibraryFunctions): it is connected */
     PLI_UNTIL_DONE(n, recvmsg(wait->watch->ranks[0].socket, &packet, MSG_CMSG_CLOEXEC));
     const struct cmsghdr *head = n >= 0 ? CMSG_FIRSTHDR(&packet) : NULL;
     if (head != NULL && head->cmsg_type == SCM_RIGHTS)
@@ -434,7 +434,7 @@ static pl_status introduce(waiting *wait, int is_sure, int *is_lost)
         .magic = PLI_HANDSHAKE_MAGIC, .rank = options->rank, .is_sure = is_sure};
     pli_handshake_reply reply = {0};
     unsigned char proof[PLI_PROOF_BYTES];
-    ssize_t n = 0;
+    ssize_t n;
     PL_TRY(receive(wait, &greeting, sizeof greeting, is_lost, NULL));
     if (*is_lost)
         goto done;

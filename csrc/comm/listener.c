@@ -1,4 +1,5 @@
-/* listener.c - the Unix socket at which the ranks of a host meet, and who connects. */
+/* listener.c - the Unix socket at which the ranks of a host meet, and the process
+ * at its other end. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
