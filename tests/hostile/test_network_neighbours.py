@@ -8,9 +8,13 @@ import threading
 import time
 from collections import deque
 
+import paceline
 import pytest
+import torch
 from paceline._ddp import host_links
 from paceline._ddp.host_links import LinkListener, Offer
+from support.hosts import Hosts
+from support.ranks import run_ranks, values
 from support.threads import in_threads
 
 KEY, OTHER_KEY = secrets.token_bytes(32), secrets.token_bytes(32)
@@ -256,3 +260,41 @@ def test_hosts_listen_at_the_process_groups_address_alone(monkeypatch):
     with pytest.raises(OSError, match=r"cannot listen at any address \(10\.9\.8\.7"):
         LinkListener()
     assert os.environ["MASTER_ADDR"] == "localhost"
+
+
+# ---- ranks --------------------------------------------------------------------------
+
+
+def train_beside_strangers(rank, _, hosts, store):
+    hosts.join(rank, store, 30)
+    is_over = threading.Event()
+    if rank == hosts.world_size - 1:
+        connect_all = LinkListener.connect_all
+
+        def beside_strangers(self, offers, *args):
+            for neighbour in (send_slowly, say_nothing, flood):
+                threading.Thread(
+                    target=neighbour,
+                    args=(offers[0].addresses[0], is_over),
+                    daemon=True,
+                ).start()
+            time.sleep(0.5)
+            return connect_all(self, offers, *args)
+
+        LinkListener.connect_all = beside_strangers
+    model = paceline.DistributedDataParallel(torch.nn.Linear(4, 1))
+    is_over.set()
+    model(torch.full((2, 4), float(rank + 1))).sum().backward()
+    return model._session.world.uses_group, model.module.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2)])
+def test_ranks_train_over_links_beside_slow_silent_and_flooding_callers(n_ranks, store):
+    hosts = Hosts(n_ranks)
+    found = values(
+        run_ranks(
+            train_beside_strangers, hosts.world_size, hosts, store, rendezvous="none"
+        )
+    )
+    mean = sum(range(1, hosts.world_size + 1)) / hosts.world_size * 2
+    assert found == [(False, [[mean] * 4])] * hosts.world_size
