@@ -9,11 +9,10 @@ detects the end of their processes.
     sys.stdout, sys.stderr              <--    two pipes
 
 A rank ends when its function has returned and its threads have ended, when it is
-killed, or when the caller's process ends in whatever way: the rank watches a pidfd of
-the caller, and a pipe.  Each rank leads a process group, which ends with it.
-
-If this Python has no pidfds, or a sandbox refuses them, the rank watches the pipe
-alone, and the caller polls for the end of its ranks.
+killed, or when the caller's process ends in whatever way: the rank watches a pipe, and
+a pidfd of the caller if there is one: some builds of Python and sandboxes lack pidfds.
+The caller polls for the end of its ranks.  Each leads a process group, which ends with
+it.
 """
 
 from __future__ import annotations
@@ -120,8 +119,6 @@ class _Process:
         The rank's answer, or a text on how its process ended without one.
     is_running : bool
         False once its end has been seen.
-    pidfd : int
-        -1 if there is none: then call :meth:`poll`.
     """
 
     def __init__(
@@ -154,19 +151,16 @@ class _Process:
                 pass_fds=[fd for fd in fds if fd >= 0],
                 start_new_session=True,
             )
-            self.pidfd = _open_pidfd(self._popen.pid, held)
             self._held = held.pop_all()
 
     @property
     def jobs(self) -> dict[int, Callable[[], None]]:
-        """What to call when a descriptor is readable; the process's end comes last."""
+        """What to call when a descriptor is readable."""
         jobs: dict[int, Callable[[], None]] = {}
         for output in self._outputs:
             jobs[output.fd] = functools.partial(self._forward, output)
         if not self._answers.closed:
             jobs[self._answers.fileno()] = self._take_answer
-        if self.pidfd >= 0:
-            jobs[self.pidfd] = self._end
         return jobs
 
     def poll(self) -> None:
@@ -215,10 +209,10 @@ class _Process:
         self._held.close()
 
 
-def _open_pidfd(pid: int, held: contextlib.ExitStack) -> int:
-    """Return a pidfd that `held` closes; -1 if this Python or the system has none."""
+def _open_pidfd(held: contextlib.ExitStack) -> int:
+    """Return this process's pidfd, which `held` closes; -1 if there are no pidfds."""
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
         return -1
     held.callback(os.close, pidfd)
@@ -286,7 +280,7 @@ class Processes:
             call_fd = _open_memory(ranks_own)
             with open(call_fd, "wb", closefd=False) as file:
                 pickle.dump(call, file)
-            caller_fd = _open_pidfd(os.getpid(), ranks_own)
+            caller_fd = _open_pidfd(ranks_own)
             pipe_fd, self._pipe_fd = os.pipe()
             ranks_own.callback(os.close, pipe_fd)
             inherited = call_fd, caller_fd, pipe_fd
@@ -319,17 +313,16 @@ class Processes:
     def _turn(self, until: float | None) -> bool:
         """Wait for something to do, and do it; return False if time runs out."""
         running = [process for process in self._processes if process.is_running]
-        polled = [process for process in running if process.pidfd < 0]
         jobs: dict[int, Callable[[], None]] = {}
         for process in running:
             jobs |= process.jobs
         left = math.inf if until is None else max(0.0, until - time.monotonic())
-        turn = min(left, _POLL_SECONDS) if polled else left
-        ready = connection.wait(list(jobs), None if turn == math.inf else turn)
+        turn = min(left, _POLL_SECONDS)
+        ready = connection.wait(list(jobs), turn)
         for fd, job in jobs.items():
             if fd in ready:
                 job()
-        for process in polled:
+        for process in running:
             process.poll()
         return bool(ready) or turn < left
 
