@@ -6,7 +6,8 @@ DistributedDataParallel does, and each compares every element.  No torch is need
 
 from __future__ import annotations
 
-import hashlib
+import functools
+import hmac
 import os
 import subprocess
 import time
@@ -27,9 +28,8 @@ SECONDS = 20.0
 
 def look_links() -> Finding:
     """Start the second rank, act as the first, and add up the pattern."""
-    native = imports.native()
     began = time.monotonic()
-    listener = native.Listener()
+    listener = imports.native().Listener()
     with subprocess.Popen(
         apart.command(be_rank_1, listener.address, str(os.getpid())),
         stdin=subprocess.DEVNULL,
@@ -38,10 +38,7 @@ def look_links() -> Finding:
         text=True,
     ) as other:
         try:
-            world = native.RankWorld(
-                *(0, N_RANKS, _N_BYTES, 2, SECONDS, [os.getpid(), other.pid], listener),
-                prove=prove,
-            )
+            world = meet(0, [os.getpid(), other.pid], listener)
             n_wrong = all_reduce_patterns(world)
             world.leave()
             lines = (other.communicate(timeout=SECONDS)[0] or "").strip().splitlines()
@@ -58,18 +55,18 @@ def look_links() -> Finding:
 
 def be_rank_1(address: str, pid: str) -> None:
     """Act as the second rank, and print how many elements were wrong."""
-    pids = [int(pid), os.getpid()]
-    world = imports.native().RankWorld(
-        1, N_RANKS, _N_BYTES, 2, SECONDS, pids, address, prove=prove
-    )
+    world = meet(1, [int(pid), os.getpid()], address)
     n_wrong = all_reduce_patterns(world)
     world.leave()
     print(n_wrong, flush=True)
 
 
-def prove(message: bytes) -> bytes:
-    """Return what proves that a process is of this check, which needs no secret."""
-    return hashlib.sha256(message).digest()
+def meet(rank: int, pids: list[int], meeting: Any) -> Any:
+    """Make the world; this check needs no secret."""
+    prove = functools.partial(hmac.digest, b"", digest="sha256")
+    return imports.native().RankWorld(
+        rank, N_RANKS, _N_BYTES, 2, SECONDS, pids, meeting, prove=prove
+    )
 
 
 def all_reduce_patterns(world: Any) -> int:
