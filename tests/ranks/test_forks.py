@@ -18,7 +18,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from paceline._ddp import peers, rendezvous
+from paceline._ddp import peers
 from support.ranks import run_ranks, values
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -260,7 +260,7 @@ def run_table(rank, n_ranks, kind, is_long):
     """Return the cells of the table that did not end well."""
     if kind is own_gloo:
         peers.Host.shares_memory_with = lambda host, other: host.pid == other.pid
-        rendezvous.count_by_host = lambda hosts: []
+        peers.count_by_host = lambda hosts: []
     faulthandler.cancel_dump_traceback_later()  # its thread would hang a child's end
     found = {}
     for state in STATES[: None if n_ranks > 1 or kind is over else -2]:

@@ -32,18 +32,9 @@ from paceline._ddp import (
     job_secret,
     live_worlds,
     open_files,
+    peers,
 )
-from paceline._ddp.peers import (
-    CHECK_EVERY_SECONDS,
-    CHECK_FIRST_SECONDS,
-    OTHER_HOSTS,
-    POLL_SECONDS,
-    Host,
-    Peers,
-    count_by_host,
-    name_of_host,
-    words_of,
-)
+from paceline._ddp.peers import Host, Peers
 from paceline._waiting import Patience
 
 _log = logging.getLogger("paceline")
@@ -145,7 +136,7 @@ class Meeting:
             return []
         if self.size == 1 or os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":
             return []
-        return count_by_host(self._peers.hosts)
+        return peers.count_by_host(self._peers.hosts)
 
     def close(self) -> None:
         """Stop listening for other ranks."""
@@ -184,7 +175,7 @@ class Meeting:
                     packed, lambda mine: self._all_gather(mine, patience), who
                 )
             except BaseException as error:
-                _out_of_step[self.group] = words_of(error)
+                _out_of_step[self.group] = peers.words_of(error)
                 if not isinstance(error, RuntimeError):
                     self._tell_of_end(error)
                 raise
@@ -208,12 +199,12 @@ class Meeting:
         try:
             work = dist.all_gather(rows, mine, group=self.group, async_op=True)
             forks.note(work)
-            check_at = time.monotonic() + CHECK_FIRST_SECONDS
+            check_at = time.monotonic() + peers.CHECK_FIRST_SECONDS
             while not work.is_completed():
-                time.sleep(POLL_SECONDS)
+                time.sleep(peers.POLL_SECONDS)
                 if time.monotonic() > check_at:
                     self._peers.check()
-                    check_at = time.monotonic() + CHECK_EVERY_SECONDS
+                    check_at = time.monotonic() + peers.CHECK_EVERY_SECONDS
                 if patience is not None and patience.left() < 0:
                     raise _native.PeerTimeoutError(
                         f"rank {self.rank}: the other ranks have not reported how "
@@ -287,7 +278,7 @@ class Meeting:
             if links is not None:
                 seconds = min(self._seconds / 3.0, LINK_SECONDS)
                 sockets = links.connect_all(every, host, self._secret, seconds)
-            names = (name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks))
+            names = (peers.name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks))
             files = [-1 if each is None else each.fileno() for each in sockets]
             here, hosts = self._peers.here, self._peers.hosts
             may_lack = "device" not in sizes
@@ -366,9 +357,9 @@ class Meeting:
         first, *others = self._peers.hosts
         differences = [host.difference_to(first) for host in others]
         for rank, difference in enumerate(differences, 1):
-            if difference is not None and difference != OTHER_HOSTS:
+            if difference is not None and difference != peers.OTHER_HOSTS:
                 return f"ranks 0 and {rank} are {difference}"
-        if OTHER_HOSTS in differences:
+        if peers.OTHER_HOSTS in differences:
             return None
         return f"they are more than {_native.MAX_SHARED_MEMORY_RANKS}"
 
