@@ -127,15 +127,17 @@ class LinkListener:
     ) -> None:
         """Fill `sockets` from `first` on with those of the hosts that call."""
         callers = _Callers(self._servers, key)
+        missing = set(range(first, len(sockets)))
         try:
-            while missing := [n for n in range(first, len(sockets)) if not sockets[n]]:
+            while missing:
                 if time.monotonic() > until:
                     hosts = sorted({at // N_STREAMS for at in missing})
                     raise TimeoutError(
                         f"hosts {hosts} have not connected to {self.offer}: {_ADVICE}"
                     )
                 for at, found in callers.poll():
-                    if at in missing and sockets[at] is None:
+                    if at in missing:
+                        missing.remove(at)
                         sockets[at] = found
                     else:
                         found.close()
@@ -163,10 +165,8 @@ class _Callers:
 
     def poll(self) -> Iterator[tuple[int, socket.socket]]:
         """Yield the sockets of callers with a proof, and their places."""
-        for caller in self._all()[:-_MOST_CALLERS]:
-            self._take(caller).close()
-        for caller in self._all():
-            if time.monotonic() > caller.until:
+        for n_later, caller in enumerate(reversed(self._all())):
+            if n_later >= _MOST_CALLERS or time.monotonic() > caller.until:
                 self._take(caller).close()
         for ready, _ in self._selector.select(0.1):
             if ready.data is not None:
@@ -282,14 +282,13 @@ def own_addresses() -> tuple[str, ...]:
 
     The loopback is only among them if there are no others.
     """
-    found: dict[str, None] = {}
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        found.update(dict.fromkeys(_addresses_of(name)))
+    names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    found = [address for name in names for address in _addresses_of(name)]
     if not found:
-        found.update(dict.fromkeys(_address_towards(os.environ.get("MASTER_ADDR"))))
-        found.update(dict.fromkeys(_addresses_of_name(socket.gethostname())))
-    others = [name for name in found if not ipaddress.ip_address(name).is_loopback]
-    return tuple(others or found) or ("127.0.0.1",)
+        found += _address_towards(os.environ.get("MASTER_ADDR", ""))
+        found += _addresses_of_name(socket.gethostname())
+    others = [each for each in found if not ipaddress.ip_address(each).is_loopback]
+    return tuple(dict.fromkeys(others or found)) or ("127.0.0.1",)
 
 
 def _addresses_of(interface: str) -> list[str]:
@@ -308,14 +307,11 @@ def _addresses_of(interface: str) -> list[str]:
     return found
 
 
-def _address_towards(name: str | None) -> list[str]:
+def _address_towards(name: str) -> list[str]:
     """Return this host's address on the route to another host."""
-    if not name:
-        return []
     with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(
-            name, 9, type=socket.SOCK_DGRAM
-        ):
+        rows = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM) if name else []
+        for family, kind, _, _, address in rows:
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)  # sends nothing
                 return [probe.getsockname()[0]]

@@ -122,10 +122,10 @@ class Host:
             probe.settimeout(_PROBE_SECONDS)
             try:
                 probe.connect(f"\0{self.listener}")
-            except BlockingIOError:  # other ranks fill the listener's queue
-                return True
             except (ConnectionError, PermissionError, TimeoutError):
                 return False
+            except BlockingIOError:  # other ranks fill the listener's queue
+                pass
         return True
 
 
@@ -287,10 +287,8 @@ class Peers:
 
     def _look_into_store(self) -> None:
         if self._store.check(["gone"]):
-            who = f"rank {self.rank}: a rank"
-            kind = tuple[int, str]
-            rank, what = _messages.unpack(self._store.get("gone"), kind, who)
-            self._fail(rank, what)
+            told, who = self._store.get("gone"), f"rank {self.rank}: a rank"
+            self._fail(*_messages.unpack(told, tuple[int, str], who))
         self._read_hosts(self._store)
 
     def tell_of_end(self, why: BaseException) -> None:
@@ -327,9 +325,12 @@ class Peers:
 
     def _find_ended(self) -> None:
         self._store = None
-        until = time.monotonic() + _LAST_CHECK_SECONDS
+        self._check_for(_LAST_CHECK_SECONDS)
+
+    def _check_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self._check_processes()
+            self.check()
             time.sleep(10 * POLL_SECONDS)
 
     def _all_gather(self, message: bytes, seconds: float) -> list[bytes]:
@@ -359,9 +360,8 @@ class Peers:
         return self._in_time(pass_on)
 
     def _count_first(self, keys: list[str]) -> int:
-        return sum(
-            1 for _ in itertools.takewhile(lambda k: self.store.check([k]), keys)
-        )
+        there = itertools.takewhile(lambda key: self.store.check([key]), keys)
+        return len(list(there))
 
     def _await_keys(self, keys: list[str], number: int, seconds: float) -> None:
         """Wait until the store has all keys; watch the ranks meanwhile."""
@@ -390,10 +390,7 @@ class Peers:
 
     def blame(self, cause: BaseException) -> None:
         """Raise ``PeerError`` for a failed collective, naming the rank if possible."""
-        until = time.monotonic() + _BLAME_SECONDS
-        while time.monotonic() < until:
-            self.check()
-            time.sleep(10 * POLL_SECONDS)
+        self._check_for(_BLAME_SECONDS)
         silent = [rank for rank in range(self.size) if rank not in self._hosts]
         is_late = isinstance(cause, RuntimeError) and torch_groups.is_timeout(cause)
         if is_late and self.size == 2:
