@@ -36,7 +36,6 @@ FORMAT = 1
 MAX_BYTES = 64 << 20
 """The longest message is the description of a model that differs between ranks: some
 200 bytes a parameter, 20 MB for a hundred thousand of them."""
-_MAX_DEPTH = 8
 _MAX_TEXT = 1 << 16  # of an exception
 _HEAD = struct.Struct("!8sHQ")
 _MAGIC = b"paceline"
@@ -91,7 +90,7 @@ def unpack(message: bytes, kind: Any, sender: str) -> Any:
                 f"{n_given} bytes after the head {message[: _HEAD.size]!r}"
             )
         text = str(memoryview(message)[_HEAD.size :], "ascii")
-        return _read(kind, json.loads(text, object_hook=_restore), _MAX_DEPTH)
+        return _read(kind, json.loads(text, object_hook=_restore))
     except (ValueError, TypeError, struct.error, RecursionError) as error:
         raise PeerError(_FORGED.format(sender, str(error)[:200])) from None
 
@@ -115,13 +114,11 @@ def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     return kind, tuple(hints[field.name] for field in dataclasses.fields(kind))
 
 
-def _read(kind: Any, value: Any, depth: int) -> Any:
-    """Return a parsed value as an instance of `kind`, or raise ``ValueError``."""
+def _read(kind: Any, value: Any) -> Any:
+    """Return a parsed value as an instance of `kind`, or raise an error."""
     if kind in (str, int, bool, float, bytes):
         _check(value, kind)
         return value
-    if depth == 0:
-        raise ValueError("it is nested too deeply")
     if kind is Any:
         if not isinstance(value, list | dict):
             return value
@@ -133,16 +130,16 @@ def _read(kind: Any, value: Any, depth: int) -> Any:
         return torch.frombuffer(bytearray(value), dtype=torch.uint8)
     of, inner = _parts_of(kind)
     if of in (typing.Union, types.UnionType):  # of one kind and None, in this order
-        return None if value is None else _read(inner[0], value, depth)
+        return None if value is None else _read(inner[0], value)
     if of is dict:
         _check(value, dict)
-        return {key: _read(inner[1], each, depth - 1) for key, each in value.items()}
+        return {key: _read(inner[1], each) for key, each in value.items()}
     _check(value, list)
     if of is list or inner[1:] == (...,):
         inner = inner[:1] * len(value)
     if len(value) != len(inner):
         raise ValueError(f"{len(inner)} values expected, not {len(value)}")
-    parts = [_read(*pair, depth - 1) for pair in zip(inner, value, strict=True)]
+    parts = [_read(*pair) for pair in zip(inner, value, strict=True)]
     return of(parts) if of in (list, tuple) else of(*parts)
 
 
