@@ -169,20 +169,20 @@ def _rank_and_ranks(process_group: dist.ProcessGroup | None = None) -> tuple[int
 
 def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     """Return the random states of all ranks in plain containers; used on rank 0."""
-    _, n_ranks = _rank_and_ranks(process_group)
-    of_numpy: Any = np.random.get_state(legacy=False)
-    of_numpy = _lists(of_numpy)  # Philox has arrays in two places
-    mine = {"torch": torch.get_rng_state(), "cuda": [], "numpy": of_numpy}
-    mine["python"] = random.getstate()
+    rank, n_ranks = _rank_and_ranks(process_group)
+    cuda: list[Tensor] = []
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        mine["cuda"] = torch.cuda.get_rng_state_all()
+        cuda = torch.cuda.get_rng_state_all()
         if n_ranks > 1:  # a rank's GPU may have a different number after a restart
-            mine["cuda"] = [torch.cuda.get_rng_state()]
+            cuda = [torch.cuda.get_rng_state()]
+    # Philox has arrays in two places.
+    of_numpy = _lists(np.random.get_state(legacy=False))
+    mine = _RandomState(torch.get_rng_state(), cuda, of_numpy, random.getstate())
     if n_ranks <= 1:
-        return [mine]
+        return [vars(mine)]
     group = process_group or torch_groups.default_group()
-    rows = _messages.all_gather_by(group, _messages.pack(_RandomState(**mine)))
-    if dist.get_rank(group) != 0:
+    rows = _messages.all_gather_by(group, _messages.pack(mine))
+    if rank != 0:
         return []
     return [
         vars(_messages.unpack(row, _RandomState, f"rank 0: rank {rank}"))
