@@ -28,19 +28,8 @@ _POLL_SECONDS = 0.005
 def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> str:
     """Return the prefix that only the ranks of this start put before their keys.
 
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        The store that all ranks share, and that earlier ranks used.
-    rank, size : int
-        This rank, and the number of ranks.
-    seconds : float
-        How long to wait for the other ranks.
-
-    Raises
-    ------
-    TimeoutError
-        If some ranks do not come; on rank 0 the error names them.
+    They share `store`, which earlier ranks used.  Raise TimeoutError if some do not
+    come within `seconds`; on rank 0 the error names them.
     """
     patience = Patience(seconds)
     if rank == 0:
