@@ -114,11 +114,7 @@ def identity() -> str:
 def start(**who: Any) -> _native.Recorder | None:
     """Return a new recorder; None if steps are not or cannot be recorded.
 
-    Parameters
-    ----------
-    **who : str or int
-        The facts for readers: ``kind``, ``job``, ``model``, ``rank``, ``world_size``,
-        ``local_rank``, ``device``.
+    `who` has the facts for readers: the entries of `_WHO` that are not added here.
     """
     name = _environment.recorder_name()
     if name is None:
@@ -142,14 +138,8 @@ def start(**who: Any) -> _native.Recorder | None:
 class Steps:
     """Records the steps of a ``DataParallel``, if recording is on.
 
-    As a context, it records the forward that runs inside it.
-
-    Parameters
-    ----------
-    owner : DataParallel
-        The model whose steps are recorded.  Its file ends with it.
-    n_replicas : int
-        The number of its replicas.
+    As a context, it records the forward that runs inside it.  The file ends with
+    `owner`, the model.
     """
 
     def __init__(self, owner: Any, n_replicas: int) -> None:
@@ -250,22 +240,9 @@ def _read_who(text: bytes, path: Path) -> dict[str, Any]:
 class Recording:
     """One process's steps, read from memory that the process still writes to.
 
-    Parameters
-    ----------
-    path : path
-        The file.
-
-    Attributes
-    ----------
-    who : dict
-        The facts that the process gave to `start`.
-
-    Raises
-    ------
-    RecordingError
-        If the file is no recording, or belongs to another version.
-    OSError
-        If the file is another user's, is not yet complete, or was just closed.
+    `who` has the facts that the process gave to `start`.  Raise ``RecordingError`` if
+    the file is no recording, or belongs to another version; ``OSError`` if it is
+    another user's, is not yet complete, or was just closed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -14,44 +14,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """The call that a rank makes.
+    """The call that a rank makes."""
 
-    Attributes
-    ----------
-    packed : bytes
-        Function and arguments, by ``payloads.pack_call``.
-    backend, timeout
-        As for :func:`paceline.init`.
-    sources : dict
-        Entries of ``linecache`` for code without a file, such as a notebook's cells.
-    argv : list of str
-        The caller's ``sys.argv``.
-    """
-
-    packed: bytes
-    backend: str | None
-    timeout: float | None
-    sources: dict[str, Any]
-    argv: list[str]
+    packed: bytes  # function and arguments, by ``payloads.pack_call``
+    backend: str | None  # as for :func:`paceline.init`
+    timeout: float | None  # likewise
+    sources: dict[str, Any]  # of ``linecache``, for code without a file: notebook cells
+    argv: list[str]  # the caller's ``sys.argv``
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank.
+    """An exception of a rank."""
 
-    Attributes
-    ----------
-    packed : bytes
-        The exception, by :func:`pack_exception`.
-    is_consequence : bool
-        Whether it reports that another rank ended.
-    time : float
-        By ``time.monotonic()``, a clock that all processes share.
-    """
-
-    packed: bytes
-    is_consequence: bool = False
-    time: float = field(default_factory=time.monotonic)
+    packed: bytes  # by :func:`pack_exception`
+    is_consequence: bool = False  # it reports that another rank ended
+    time: float = field(default_factory=time.monotonic)  # all processes share the clock
 
 
 def pack_exception(error: BaseException) -> bytes:

@@ -111,22 +111,15 @@ class _Output:
 
 
 class _Process:
-    """One rank's process, on the side of its caller.
-
-    Attributes
-    ----------
-    outcome : bytes or str, optional
-        The rank's answer, or a text on how its process ended without one.
-    is_running : bool
-        False once its end has been seen.
-    """
+    """One rank's process, on the side of its caller."""
 
     def __init__(
         self, rank: int, environ: Mapping[str, str], inherited: Sequence[int]
     ) -> None:
         self.rank = rank
+        # The rank's answer, or a text on how its process ended without one.
         self.outcome: bytes | str | None = None
-        self.is_running = True
+        self.is_running = True  # until its end is seen
         self._outputs: list[_Output] = []
         with contextlib.ExitStack() as held, contextlib.ExitStack() as ranks_own:
             self._answers, answers_end = multiprocessing.Pipe(duplex=False)
