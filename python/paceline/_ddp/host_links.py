@@ -21,7 +21,6 @@ import hmac
 import ipaddress
 import os
 import secrets
-import selectors
 import socket
 import struct
 import time
@@ -29,6 +28,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,6 @@ class LinkListener:
 
 @dataclass
 class _Caller:
-    socket: socket.socket
     random: bytes  # sent to it
     until: float
     received: bytes = b""
@@ -157,53 +156,44 @@ class _Callers:
     """Connections of callers that have proven nothing yet."""
 
     def __init__(self, servers: Sequence[socket.socket], key: bytes) -> None:
-        self._key = key
-        self._selector = selectors.DefaultSelector()
+        self._servers, self._key = servers, key
+        self._all: dict[socket.socket, _Caller] = {}  # the oldest first
         for server in servers:
             server.setblocking(False)
-            self._selector.register(server, selectors.EVENT_READ)
 
     def poll(self) -> Iterator[tuple[int, socket.socket]]:
         """Yield the sockets of callers with a proof, and their places."""
-        for n_later, caller in enumerate(reversed(self._all())):
+        for n_later, (found, caller) in enumerate(reversed([*self._all.items()])):
             if n_later >= _MOST_CALLERS or time.monotonic() > caller.until:
-                self._take(caller).close()
-        for ready, _ in self._selector.select(0.1):
-            if ready.data is not None:
-                yield from self._read(ready.data)
+                del self._all[found]
+                found.close()
+        ready: list[Any] = connection.wait([*self._servers, *self._all], 0.1)
+        for each in ready:
+            if each in self._all:
+                yield from self._read(each)
             else:
-                self._greet(ready.fileobj)
+                self._greet(each)
 
     def close(self) -> None:
         """Close the connections."""
-        close_all([caller.socket for caller in self._all()])
-        self._selector.close()
+        close_all([*self._all])
 
-    def _all(self) -> list[_Caller]:
-        keys = self._selector.get_map().values()
-        return [key.data for key in keys if key.data is not None]
-
-    def _take(self, caller: _Caller) -> socket.socket:
-        self._selector.unregister(caller.socket)
-        return caller.socket
-
-    def _greet(self, server: Any) -> None:
+    def _greet(self, server: socket.socket) -> None:
         with suppress(OSError):
             found, _ = server.accept()
             found.setblocking(False)
             until = time.monotonic() + _PROOF_SECONDS
-            caller = _Caller(found, secrets.token_bytes(_RANDOM_BYTES), until)
-            self._selector.register(found, selectors.EVENT_READ, caller)
-            found.send(_GREETING.pack(_MAGIC, caller.random))
+            self._all[found] = _Caller(secrets.token_bytes(_RANDOM_BYTES), until)
+            found.send(_GREETING.pack(_MAGIC, self._all[found].random))
 
-    def _read(self, caller: _Caller) -> Iterator[tuple[int, socket.socket]]:
-        part = b""
+    def _read(self, found: socket.socket) -> Iterator[tuple[int, socket.socket]]:
+        caller, part = self._all[found], b""
         with suppress(OSError):
-            part = caller.socket.recv(_CALL_BYTES - len(caller.received))
+            part = found.recv(_CALL_BYTES - len(caller.received))
         caller.received += part
         if part and len(caller.received) < _CALL_BYTES:
             return
-        found = self._take(caller)
+        del self._all[found]
         who, proof = caller.received[: _WHO.size], caller.received[_WHO.size :]
         expected = _prove(self._key, b"caller", caller.random, who)
         with suppress(OSError):
