@@ -41,17 +41,9 @@ _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
-    """Return the launch that the variables of this process describe.
+    """Return the launch that environment variables describe.
 
-    Parameters
-    ----------
-    environ : mapping
-        Environment variables.
-
-    Raises
-    ------
-    ValueError
-        If variables are wrong, contradict one another, or some are missing.
+    Raise ValueError if some are wrong, contradict one another, or are missing.
     """
     found = Variables(environ)
     launch = _from_torchrun(found)

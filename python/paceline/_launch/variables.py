@@ -26,42 +26,21 @@ N_PORTS = 20000
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher's variables say about this process.
+    """What a launcher's variables say about this process."""
 
-    Attributes
-    ----------
-    launcher : Launcher
-        As in :class:`paceline.World`.
-    rank, world_size : int
-        The rank is -1 for a process outside the world, such as an evaluator.
-    local_rank, local_world_size : int, optional
-        Among the ranks of this host; None if the launcher does not set it.
-    master_addr : str, optional
-        The host of rank 0; None for a world of one.
-    master_port : int, optional
-        The port on that host.
-    note : str
-        A further note for the user.
-    """
-
-    launcher: Launcher
-    rank: int
+    launcher: Launcher  # as in :class:`paceline.World`
+    rank: int  # -1 for a process outside the world, such as an evaluator
     world_size: int
+    # Among those of this host; None if the launcher does not set it.
     local_rank: int | None = None
-    local_world_size: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    note: str = ""
+    local_world_size: int | None = None  # likewise
+    master_addr: str | None = None  # the host of rank 0; None for a world of one
+    master_port: int | None = None  # on that host
+    note: str = ""  # for the user
 
 
 class Variables:
-    """Environment variables; an empty one counts as not set.
-
-    Parameters
-    ----------
-    environ : mapping
-        Names to values, as in ``os.environ``.
-    """
+    """Environment variables; an empty one counts as not set."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ

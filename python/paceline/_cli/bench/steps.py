@@ -45,43 +45,22 @@ _TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
 
 @dataclass(frozen=True)
 class Plan:
-    """What a world measures.
-
-    Attributes
-    ----------
-    models : list of str
-    contestants : list of str
-    n_parts : int
-        Parts of the whole batch, each as large as the model's own batch.
-    n_cores : int
-        Cores that a contestant uses.
-    rounds : int
-        Turns of each contestant.
-    turn_seconds : float
-        Approximate time of a turn.
-    """
+    """What a world measures."""
 
     models: list[str]
     contestants: list[str]
-    n_parts: int
-    n_cores: int
-    rounds: int
-    turn_seconds: float
+    n_parts: int  # of the whole batch, each as large as the model's own batch
+    n_cores: int  # that a contestant uses
+    rounds: int  # turns of each contestant
+    turn_seconds: float  # approximately
 
 
 @dataclass
 class Timed:
-    """One rank's measurements of one model.
+    """One rank's measurements of one model."""
 
-    Attributes
-    ----------
-    n_samples : int
-        Samples in the whole batch.
-    step_ms : dict
-        For each contestant that uses this rank: the mean of each turn.
-    """
-
-    n_samples: int
+    n_samples: int  # in the whole batch
+    # For each contestant that uses this rank: the mean of each turn.
     step_ms: dict[str, list[float]] = field(default_factory=dict)
 
 

@@ -20,20 +20,11 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
-
-    Attributes
-    ----------
-    status : Status
-    found : str
-        What was found.
-    advice : str
-        What it means, and what to do; may be empty if all is well.
-    """
+    """The result of a check."""
 
     status: Status
     found: str
-    advice: str = ""
+    advice: str = ""  # what it means, and what to do; may be empty if all is well
 
 
 class BlockedError(Exception):
@@ -42,24 +33,13 @@ class BlockedError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
+    """One check."""
 
-    Attributes
-    ----------
-    name : str
-        What the output and the JSON object call it.
-    look : callable
-        Reads the machine and judges; an exception is a problem.
-    seconds : float
-        How long it may take.
-    hint : str
-        What to do if it crashes or takes longer.
-    """
-
-    name: str
+    name: str  # what the output and the JSON object call it
+    # Reads the machine and judges; an exception is a problem.
     look: Callable[[], Finding]
-    seconds: float = 20.0
-    hint: str = FAILED
+    seconds: float = 20.0  # how long it may take
+    hint: str = FAILED  # what to do if it crashes or takes longer
 
     def run(self) -> Finding:
         """Run the check; an exception is a problem."""

@@ -21,27 +21,9 @@ _OF_WHO = ("kind", "model", "rank", "world_size", "local_rank", "host", "pid", "
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank, or the parent of replicas.
+    """One rank, or the parent of replicas."""
 
-    Attributes
-    ----------
-    kind : str
-        ``"rank"`` or ``"replicas"``.
-    steps : int
-        How many finished steps are kept.
-    step_ms : float or None
-        The median time from the end of a step to the end of the next.
-    reducing, waiting : float or None
-        Shares of that time: this process's part of sums, and waits for others.
-    awaited : dict of int to float
-        The ranks that it waited for, with their shares of all its waits.
-    activity : str
-        What it does now, since `seconds`; `awaiting` is the rank it waits for, if any.
-    history : list of float
-        Milliseconds of the last steps, in order.
-    """
-
-    kind: str
+    kind: str  # ``"rank"`` or ``"replicas"``
     model: str
     rank: int
     world_size: int
@@ -50,16 +32,16 @@ class RankRow:
     pid: int
     device: str
     step: int
-    steps: int
-    step_ms: float | None
-    reducing: float | None
-    waiting: float | None
-    awaited: dict[int, float]
-    activity: str
-    seconds: float
-    awaiting: int | None
+    steps: int  # how many finished steps are kept
+    step_ms: float | None  # the median, from the end of a step to the end of the next
+    reducing: float | None  # this process's part of sums: a share of that time
+    waiting: float | None  # for others: likewise
+    awaited: dict[int, float]  # the ranks that it waited for: shares of all its waits
+    activity: str  # what it does now
+    seconds: float  # since when
+    awaiting: int | None  # the rank that it waits for, if any
     rss_bytes: int | None
-    history: list[float] = field(default_factory=list)
+    history: list[float] = field(default_factory=list)  # milliseconds of the last steps
 
 
 @dataclass(frozen=True)
