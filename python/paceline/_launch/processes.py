@@ -310,14 +310,13 @@ class Processes:
         for process in running:
             jobs |= process.jobs
         left = math.inf if until is None else max(0.0, until - time.monotonic())
-        turn = min(left, _POLL_SECONDS)
-        ready = connection.wait(list(jobs), turn)
+        ready = connection.wait(list(jobs), min(left, _POLL_SECONDS))
         for fd, job in jobs.items():
             if fd in ready:
                 job()
         for process in running:
             process.poll()
-        return bool(ready) or turn < left
+        return bool(ready) or left > _POLL_SECONDS
 
     def close(self) -> None:
         """Kill the ranks that have not answered; let the others end, then kill them."""
