@@ -18,6 +18,7 @@ enum {
     F16_SIGN = 0x8000,
     F16_INF = 0x7c00,
     F16_QUIET = 0x0200,
+    F16_FRACTION = 0x03ff,
     F16_MIN_NORMAL = 0x0400,
     F16_SHIFT = 13,         /* between the lowest bits of the fractions */
     F16_REBIAS = 112 << 23, /* between the biases of the exponents, in float32 */
@@ -43,7 +44,8 @@ PLI_INLINE v_u32 f16_widen(v_u32 v)
     return wide | ((v & F16_SIGN) << 16);
 }
 
-/* Rounds to float16, to nearest even, in each lane's lower half. */
+/* Rounds to float16, to nearest even, in each lane's lower half.  A NaN keeps the upper
+ * bits of its fraction, as with the processors' instructions: hosts compare bits. */
 PLI_INLINE v_u32 f16_narrow(v_u32 v)
 {
     const v_i32 size = (v_i32)v & F32_SIZE;
@@ -51,7 +53,8 @@ PLI_INLINE v_u32 f16_narrow(v_u32 v)
     const v_i32 normal = (size + (0x0fff - F16_REBIAS) + odd) >> F16_SHIFT;
     /* The addition of 0.5 rounds to a multiple of 2^-24, as a denormal needs. */
     const v_i32 denormal = (v_i32)((v_f32)size + 0.5F) - F32_HALF;
-    const v_i32 special = F16_INF | ((size > F32_INF) & F16_QUIET);
+    const v_i32 nan = F16_QUIET | ((size >> F16_SHIFT) & F16_FRACTION);
+    const v_i32 special = F16_INF | ((size > F32_INF) & nan);
     const v_u32 is_denormal = (v_u32)(size < F32_F16_NORMAL);
     const v_u32 is_over = (v_u32)(size >= F32_F16_OVER);
     const v_u32 finite = v_select(is_denormal, (v_u32)denormal, (v_u32)normal);
