@@ -145,7 +145,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception, as other ranks learn of it."""
+    """An exception, as other ranks learn of it: its type, or the nearest base."""
 
     kind: str
     text: str
@@ -155,14 +155,14 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Describe an exception."""
         lines = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, str(error)[:_MAX_TEXT], lines[-_MAX_TEXT:])
+        bases = [base.__name__ for base in type(error).__mro__]
+        kind = next((name for name in bases if name in _EXCEPTIONS), "RuntimeError")
+        text = str(error) if kind == bases[0] else f"{bases[0]}: {error}"
+        return cls(kind, text[:_MAX_TEXT], lines[-_MAX_TEXT:])
 
     def exception(self, rank: int) -> Exception:
         """Return what the other ranks raise; `rank` had the exception."""
-        kind, text = _EXCEPTIONS.get(self.kind), self.text
-        if kind is None:
-            kind, text = RuntimeError, f"{self.kind}: {text}"
-        error = kind(f"rank {rank}: {text}")
+        error = _EXCEPTIONS.get(self.kind, RuntimeError)(f"rank {rank}: {self.text}")
         notes: Any = error  # Python prints them from 3.11 on
         notes.__notes__ = [f"\nThe traceback of rank {rank}:\n{self.traceback}"]
         return error

@@ -201,6 +201,18 @@ def test_an_exception_of_a_type_that_is_not_in_the_table_is_a_runtime_error():
     assert "The traceback of rank 1" in made[0].__notes__[0]
 
 
+def test_an_exception_of_a_type_with_a_base_in_the_table_is_of_the_base():
+    bad_bytes = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "words")
+    for error, base in (
+        (FileNotFoundError(2, "words", "file"), OSError),
+        (bad_bytes, ValueError),
+        (type("Mine", (TypeError,), {})("words"), TypeError),
+    ):
+        made = _messages.Failure.of(error).exception(1)
+        assert type(made) is base
+        assert str(made) == f"rank 1: {type(error).__name__}: {error}"
+
+
 # ---- every key that ranks read ------------------------------------------------------
 
 
