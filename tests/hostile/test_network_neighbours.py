@@ -243,6 +243,28 @@ def test_a_host_is_reached_at_an_address_behind_one_that_is_silent():
     close(listeners, found)
 
 
+def test_a_host_that_was_too_slow_to_answer_takes_the_second_call(monkeypatch):
+    monkeypatch.setattr(host_links, "_TRY_SECONDS", 0.2)
+    read, has_given_up = host_links._Callers._read, threading.Event()
+    rotated = deque.rotate
+
+    class Addresses(deque):
+        def rotate(self, n):
+            has_given_up.set()
+            rotated(self, n)
+
+    def read_late(self, caller):
+        assert has_given_up.wait(SECONDS)
+        yield from read(self, caller)
+
+    monkeypatch.setattr(host_links, "deque", Addresses)
+    monkeypatch.setattr(host_links._Callers, "_read", read_late)
+    listeners = [LinkListener() for _ in range(2)]
+    found, _ = connect(listeners)
+    check_connected(found)
+    close(listeners, found)
+
+
 # ---- where a host listens -----------------------------------------------------------
 
 
@@ -260,6 +282,14 @@ def test_hosts_listen_at_the_process_groups_address_alone(monkeypatch):
     with pytest.raises(OSError, match=r"cannot listen at any address \(10\.9\.8\.7"):
         LinkListener()
     assert os.environ["MASTER_ADDR"] == "localhost"
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "a..b", "\udcff"])
+def test_a_host_may_have_a_name_that_cannot_be_looked_up(name, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    monkeypatch.setenv("MASTER_ADDR", name)
+    assert host_links.own_addresses() == ("127.0.0.1",)
 
 
 # ---- ranks --------------------------------------------------------------------------

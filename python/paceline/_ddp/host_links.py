@@ -47,6 +47,7 @@ _TRY_SECONDS = 3.0
 _MOST_CALLERS = 128
 """How many callers may be about to prove something; the oldest is dropped."""
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_NOT_FOUND = (OSError, UnicodeError)  # the latter: a name that no host may have
 _ADVICE = (
     "open TCP between the hosts' addresses, or name their interface by "
     "GLOO_SOCKET_IFNAME"
@@ -136,11 +137,11 @@ class LinkListener:
                         f"hosts {hosts} have not connected to {self.offer}: {_ADVICE}"
                     )
                 for at, found in callers.poll():
-                    if at in missing:
-                        missing.remove(at)
-                        sockets[at] = found
-                    else:
-                        found.close()
+                    old: socket.socket | None = found
+                    if first <= at < len(sockets):  # the caller has left an older one
+                        old, sockets[at] = sockets[at], found
+                        missing.discard(at)
+                    close_all([old])
         finally:
             callers.close()
 
@@ -299,7 +300,7 @@ def _addresses_of(interface: str) -> list[str]:
 
 def _address_towards(name: str) -> list[str]:
     """Return this host's address on the route to another host."""
-    with suppress(OSError):
+    with suppress(*_NOT_FOUND):
         rows = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM) if name else []
         for family, kind, _, _, address in rows:
             with suppress(OSError), socket.socket(family, kind) as probe:
@@ -310,7 +311,7 @@ def _address_towards(name: str) -> list[str]:
 
 @functools.cache  # it may wait for a name server
 def _addresses_of_name(name: str) -> list[str]:
-    with suppress(OSError):
+    with suppress(*_NOT_FOUND):
         rows = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         return [str(row[4][0]) for row in rows]
     return []
