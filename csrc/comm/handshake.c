@@ -14,7 +14,7 @@ enum {
     POLL_MS = 20,
     ASK_EVERY = 5,   /* checks */
     READ_FIRST = 50, /* checks: how long messages are read before a death is told */
-    PROOF_TIMEOUT_MS = 2000,
+    PROOF_TIMEOUT_S = 2,
     MOST_PEERS = 2 * PL_MAX_RANKS
 };
 
@@ -119,9 +119,9 @@ static int is_same_proof(const unsigned char *a, const unsigned char *b)
 typedef struct caller {
     int fd;
     int is_named; /* it is a process of the ranks */
-    int64_t since_ns;
+    pli_stopwatch age;
     struct ucred peer;
-    unsigned char nonce[PLI_NONCE_BYTES]; /* sent to it */
+    pli_handshake_greeting greeting; /* sent to it */
 } caller;
 
 /* Oldest first. */
@@ -147,7 +147,7 @@ static void refuse(int fd, const char *message)
     (void)close(fd);
 }
 
-/* The oldest caller whose process is not a rank's; self->n if all are. */
+/* The oldest caller that is not named; self->n if all are. */
 static int oldest_stranger(const callers *self)
 {
     int i = 0;
@@ -160,9 +160,8 @@ static pl_status accept_caller(const pli_shm_options *options,
                                const pli_listener *listener, callers *self)
 {
     pl_status st = PL_OK;
-    caller new = {.since_ns = pli_now_ns()};
+    caller new = {.greeting = {.magic = PLI_HANDSHAKE_MAGIC}};
     const int stranger = oldest_stranger(self);
-    pli_handshake_greeting greeting = {.magic = PLI_HANDSHAKE_MAGIC};
     new.fd = PL_SYS(accept4(listener->fd, NULL, NULL, SOCK_CLOEXEC));
     if (new.fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EAGAIN))
         goto done;
@@ -173,11 +172,10 @@ static pl_status accept_caller(const pli_shm_options *options,
     if (new.fd < 0)
         PL_FAIL_ERRNO("cannot accept another rank's connection");
     PL_TRY(pli_read_peer(new.fd, &new.peer));
-    PL_TRY(draw_nonce(new.nonce));
+    PL_TRY(draw_nonce(new.greeting.nonce));
     for (int r = 1; r < options->world_size; r++)
         new.is_named |= new.peer.pid > 0 && new.peer.pid == options->pids[r];
-    memcpy(greeting.nonce, new.nonce, sizeof new.nonce);
-    (void)send(new.fd, &greeting, sizeof greeting, MSG_NOSIGNAL | MSG_DONTWAIT);
+    (void)send(new.fd, &new.greeting, sizeof new.greeting, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (self->n == MOST_PEERS)
         (void)close(take_caller(self, stranger < self->n ? stranger : 0).fd);
     self->all[self->n++] = new;
@@ -201,7 +199,7 @@ static pl_status check_request(const pli_shm_options *options, const pli_watch *
     if (options->pids[r] > 0 && from->peer.pid != options->pids[r])
         PL_FAIL(PL_EINVAL, "process %d is not rank %d, which is process %d",
                 (int)from->peer.pid, r, options->pids[r]);
-    PL_TRY(prove(options, "join", from->nonce, request, proof));
+    PL_TRY(prove(options, "join", from->greeting.nonce, request, proof));
     if (!is_same_proof(proof, request->proof))
         PL_FAIL(PL_EINVAL, "the caller as rank %d does not have this job's secret", r);
     if (from->peer.uid != geteuid()) /* it can never join: do not wait for it */
@@ -222,7 +220,7 @@ static pl_status welcome(const pli_shm_options *options,
     pli_watched *rank = &watch->ranks[request->rank];
     pli_handshake_reply reply = {.magic = PLI_HANDSHAKE_MAGIC};
     rank->socket = from->fd;
-    PL_TRY(prove(options, "reply", from->nonce, request, reply.proof));
+    PL_TRY(prove(options, "reply", from->greeting.nonce, request, reply.proof));
     (void)send(from->fd, &reply, sizeof reply, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (rank->process == NULL && from->peer.pid > 0)
         PL_TRY(pli_watch_add(watch, options->processes, request->rank, from->peer.pid));
@@ -256,8 +254,9 @@ static pl_status read_requests(const pli_shm_options *options,
 {
     pl_status st = PL_OK;
     for (int i = self->n - 1; i >= 0; i--) {
-        const int64_t until_ns = self->all[i].since_ns + PROOF_TIMEOUT_MS * PLI_MS;
-        if (polled[i].revents == 0 && pli_now_ns() < until_ns)
+        const int is_late =
+            pli_elapsed_ns(&self->all[i].age) > PLI_MS * 1000 * PROOF_TIMEOUT_S;
+        if (polled[i].revents == 0 && !is_late)
             continue;
         const caller from = take_caller(self, i);
         if (polled[i].revents == 0)
@@ -350,7 +349,7 @@ static pl_status connect_to_rank_0(const char *address, waiting *wait, pli_watch
 {
     pl_status st = PL_OK;
     const pli_shm_options *options = wait->options;
-    const struct timeval most = {.tv_usec = 1000L * POLL_MS};
+    const struct timeval most = {.tv_usec = POLL_MS * 1000L};
     struct sockaddr_un name;
     struct ucred peer = {0};
     socklen_t name_len;
@@ -371,7 +370,7 @@ static pl_status connect_to_rank_0(const char *address, waiting *wait, pli_watch
         PL_TRY(fail_without_rank_0(options, watch));
     if (status != 0)
         PL_FAIL_ERRNO("rank %d: cannot connect to rank 0", options->rank);
-    /* If the kernel does not name the process, rank 0's proof alone decides. */
+    /* If the kernel does not name the listener, the proof of rank 0 must do. */
     const int is_told = pli_read_peer(fd, &peer) == PL_OK;
     if (is_told && options->pids[0] > 0 && peer.pid != options->pids[0])
         PL_FAIL(PL_EPEER,
@@ -401,7 +400,6 @@ static pl_status receive(waiting *wait, void *out, size_t n_bytes, int *is_lost,
                             .msg_controllen = CMSG_LEN(sizeof fd)};
     ssize_t n = 0;
     PL_TRY(wait_readable(wait, wait->watch->ranks[0].socket));
-    /* NOLINTNEXTLINE(clang-analyzer-unix.StdCLibraryFunctions): it is connected */
     PLI_UNTIL_DONE(n, recvmsg(wait->watch->ranks[0].socket, &packet, MSG_CMSG_CLOEXEC));
     const struct cmsghdr *head = n >= 0 ? CMSG_FIRSTHDR(&packet) : NULL;
     if (head != NULL && head->cmsg_type == SCM_RIGHTS)
@@ -434,7 +432,7 @@ static pl_status introduce(waiting *wait, int is_sure, int *is_lost)
         .magic = PLI_HANDSHAKE_MAGIC, .rank = options->rank, .is_sure = is_sure};
     pli_handshake_reply reply = {0};
     unsigned char proof[PLI_PROOF_BYTES];
-    ssize_t n;
+    ssize_t n = 0;
     PL_TRY(receive(wait, &greeting, sizeof greeting, is_lost, NULL));
     if (*is_lost)
         goto done;

@@ -116,95 +116,74 @@ head pli_hierarchy_head(uint64_t number, uint64_t hash, uint64_t n_bytes)
     return made;
 }
 
-static pl_status fail_damaged(const hierarchy *self, int host, uint64_t number,
-                              checksum crc, checksum received)
+static pl_status check_crc(const hierarchy *self, int host, const message_flow *flow,
+                           uint64_t received, uint64_t crc)
 {
+    if (received == crc)
+        return PL_OK;
     return pli_fail(
         PL_EPEER,
         "rank %d: %s sent a message that arrived damaged (operation %llu, checksum "
-        "%08x, expected %08x): look for errors of network cards, cables and "
+        "%08llx, expected %08llx): look for errors of network cards, cables and "
         "memory on these hosts and between them",
-        self->super.rank, pli_links_name(self->links, host), count_of(number), received,
-        crc);
+        self->super.rank, pli_links_name(self->links, host),
+        count_of(flow->head.number), (unsigned long long)received,
+        (unsigned long long)crc);
 }
 
-pl_status pli_hierarchy_check_head_crc(const hierarchy *self, int host, const head *in)
+pl_status pli_hierarchy_check_head_crc(const hierarchy *self, int host,
+                                       const message_flow *flow)
 {
-    const checksum crc = pli_crc32c(0, in, offsetof(head, crc));
-    return crc == in->crc
-               ? PL_OK
-               : fail_damaged(self, host, in->number, crc, (checksum)in->crc);
+    return check_crc(self, host, flow, flow->head.crc,
+                     pli_crc32c(0, &flow->head, offsetof(head, crc)));
 }
 
 /* Adds data up to byte `end` to the message's checksum. */
-static void sum_until(message_flow *flow, const char *data, size_t end)
+static void sum_until(message_flow *flow, size_t end)
 {
     if (flow->n_summed == 0)
-        flow->crc = (checksum)flow->head.crc;
-    flow->crc = pli_crc32c(flow->crc, data + flow->n_summed, end - flow->n_summed);
+        flow->crc = (uint32_t)flow->head.crc;
+    flow->crc =
+        pli_crc32c(flow->crc, flow->data + flow->n_summed, end - flow->n_summed);
     flow->n_summed = end;
 }
 
-/* A part of a message: the head, data up to `end`, and the checksum if that is all. */
-typedef struct message_part {
-    struct iovec pieces[3];
+/* Continues a message in parts, so that data is still in cache for its checksum. */
+static pl_status go_on(hierarchy *self, int host, pli_link_stream link, int is_out)
+{
+    pl_status st = PL_OK;
+    message_flow *flow = flow_of(self, host, is_out, link);
+    const size_t head_bytes = sizeof flow->head, before = flow->at;
+    const size_t n_bytes = flow->head.n_bytes;
     size_t end;
-    size_t n_bytes;
-} message_part;
-
-static message_part part_until(message_flow *flow, char *data, size_t end,
-                               checksum *crc)
-{
-    const size_t crc_bytes = end > 0 && end == flow->head.n_bytes ? sizeof *crc : 0;
-    return (message_part){{{.iov_base = &flow->head, .iov_len = sizeof flow->head},
-                           {.iov_base = data, .iov_len = end},
-                           {.iov_base = crc, .iov_len = crc_bytes}},
-                          .end = end,
-                          .n_bytes = sizeof flow->head + end + crc_bytes};
-}
-
-static size_t end_of_next_part(const message_flow *flow)
-{
-    const size_t n_left = flow->head.n_bytes - flow->n_summed;
-    return flow->n_summed + (n_left < PART_BYTES ? n_left : PART_BYTES);
+    do {
+        const size_t n_done = flow->at > head_bytes ? flow->at - head_bytes : 0;
+        const size_t next = (n_done / PART_BYTES + 1) * PART_BYTES;
+        end = next < n_bytes ? next : n_bytes;
+        const struct iovec pieces[] = {
+            {.iov_base = &flow->head, .iov_len = head_bytes},
+            {.iov_base = flow->data, .iov_len = end},
+            {.iov_base = is_out ? &flow->crc : &flow->received,
+             .iov_len = end > 0 && end == n_bytes ? sizeof flow->crc : 0}};
+        if (is_out)
+            sum_until(flow, end);
+        PL_TRY((is_out ? pli_links_send : pli_links_receive)(self->links, host, link,
+                                                             pieces, 3, &flow->at));
+        if (!is_out)
+            sum_until(flow, flow->at < head_bytes + end ? flow->at - head_bytes : end);
+    } while (end < n_bytes && flow->at == head_bytes + end);
+done:
+    if (flow->at != before)
+        self->silence = (pli_stopwatch){0};
+    return st;
 }
 
 pl_status pli_hierarchy_send(hierarchy *self, int host, pli_link_stream link)
 {
-    pl_status st = PL_OK;
     message_flow *flow = flow_of(self, host, 1, link);
-    const size_t before = flow->at;
-    message_part part;
     if (flow->at == 0) /* the head may have become another since the last call */
         flow->n_summed = 0;
-    do {
-        if (flow->n_summed == 0 || flow->at == sizeof flow->head + flow->n_summed)
-            sum_until(flow, flow->from, end_of_next_part(flow));
-        part = part_until(flow, flow->from, flow->n_summed, &flow->crc);
-        PL_TRY(pli_links_send(self->links, host, link, part.pieces, 3, &flow->at));
-    } while (flow->at == part.n_bytes && !is_whole(flow));
-    if (flow->at != before)
-        self->silence = (pli_stopwatch){0};
-done:
-    return st;
-}
-
-/* Continues to receive the data of a message whose head has come. */
-static pl_status receive_rest(hierarchy *self, int host, pli_link_stream link,
-                              message_flow *flow, char *to)
-{
-    pl_status st = PL_OK;
-    message_part part;
-    do {
-        part = part_until(flow, to, end_of_next_part(flow), &flow->received);
-        PL_TRY(pli_links_receive(self->links, host, link, part.pieces, 3, &flow->at));
-        const size_t n = flow->at - sizeof flow->head;
-        sum_until(flow, to, n < part.end ? n : part.end);
-    } while (flow->at == part.n_bytes && !is_whole(flow));
-    if (is_whole(flow) && flow->head.n_bytes > 0 && flow->received != flow->crc)
-        PL_TRY(fail_damaged(self, host, flow->head.number, flow->crc, flow->received));
-done:
-    return st;
+    return go_on(self, host, link, 1);
 }
 
 /* Begins or continues to send a host `range`, the data of operation `number`. */
@@ -213,7 +192,7 @@ static pl_status send_range(hierarchy *self, int host, pli_link_stream link,
 {
     pl_status st = PL_OK;
     message_flow *flow = flow_of(self, host, 1, link);
-    flow->from = range_of(self, range);
+    flow->data = range_of(self, range);
     flow->head = pli_hierarchy_head(
         number, pli_op_hash(&operation_at(self, number)->op), bytes_of(range));
     PL_TRY(pli_hierarchy_send(self, host, link));
@@ -283,7 +262,7 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
         PL_TRY(pli_links_receive(self->links, host, link, &piece, 1, &flow->at));
         if (flow->at < sizeof flow->head)
             goto done;
-        PL_TRY(pli_hierarchy_check_head_crc(self, host, &flow->head));
+        PL_TRY(pli_hierarchy_check_head_crc(self, host, flow));
         if (flow->head.number == first_number_of(self->epoch + 1)) {
             flow->is_reset = 1;
             atomic_store(&self->given_up, GIVEN_UP_ELSEWHERE);
@@ -292,9 +271,13 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
         }
         PL_TRY(check_head(self, host, &flow->head, number, n_bytes));
     }
-    PL_TRY(receive_rest(self, host, link, flow, to));
-    if (is_whole(flow))
-        *flow = (message_flow){.n_done = number};
+    flow->data = to;
+    PL_TRY(go_on(self, host, link, 0));
+    if (!is_whole(flow))
+        goto done;
+    if (n_bytes > 0)
+        PL_TRY(check_crc(self, host, flow, flow->received, flow->crc));
+    *flow = (message_flow){.n_done = number};
 done:
     if (flow->at != before)
         self->silence = (pli_stopwatch){0};

@@ -13,7 +13,7 @@ static pl_status check_skipped(const hierarchy *self, int host,
                                const message_flow *flow)
 {
     pl_status st = PL_OK;
-    PL_TRY(pli_hierarchy_check_head_crc(self, host, &flow->head));
+    PL_TRY(pli_hierarchy_check_head_crc(self, host, flow));
     const int is_mark = flow->head.number == first_number_of(self->epoch + 1);
     const int is_operation = flow->head.number > flow->n_done &&
                              flow->head.number <= self->n_issued + self->ring_ops;

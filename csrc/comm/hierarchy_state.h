@@ -33,17 +33,15 @@ typedef struct head {
     uint64_t crc;     /* CRC-32C of the fields above */
 } head;
 
-typedef uint32_t checksum;
-
 /* Progress of a stream of messages, one message per operation. */
 typedef struct message_flow {
     uint64_t n_done;
     size_t at;         /* bytes done of the next message, including its head */
     head head;         /* of the next message */
-    char *from;        /* the data to send after the head */
+    char *data;        /* sent or received after the head */
     size_t n_summed;   /* bytes of data that `crc` includes */
-    checksum crc;      /* CRC-32C of the head and these bytes */
-    checksum received; /* after the data */
+    uint32_t crc;      /* CRC-32C of the head and these bytes */
+    uint32_t received; /* after the data */
     int is_reset;      /* the stream has reached the mark before the next epoch */
 } message_flow;
 
@@ -214,7 +212,7 @@ static inline int is_whole(const message_flow *flow)
 
 /* PL_EPEER if a head that has arrived is damaged. */
 pl_status pli_hierarchy_check_head_crc(const hierarchy *self, int host,
-                                       const head *in) PL_MUST_USE;
+                                       const message_flow *flow) PL_MUST_USE;
 
 head pli_hierarchy_head(uint64_t number, uint64_t hash, uint64_t n_bytes);
 

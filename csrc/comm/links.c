@@ -54,22 +54,12 @@ done:
     return st;
 }
 
-/* The kernel counts in whole seconds. */
-static pl_status read_limit(int *out)
-{
-    const int64_t second = 1000 * PLI_MS;
-    int64_t ns = 0;
-    const pl_status st =
-        pli_config_timeout_ns("PACELINE_LINK_TIMEOUT", LIMIT_S * second, &ns);
-    *out =
-        ns < MOST_LIMIT_S * second ? (int)((ns + second - 1) / second) : MOST_LIMIT_S;
-    return st;
-}
-
 pl_status pli_links_create(const pli_links_options *options, pli_links **out)
 {
     pl_status st = PL_OK;
     pli_links *self = NULL;
+    const int64_t second = 1000 * PLI_MS;
+    int64_t limit_ns = 0;
     const size_t n = (size_t)options->n_hosts;
     PL_TRY(pli_calloc(1, sizeof *self, "links between hosts", &self));
     PL_TRY(pli_calloc(n, sizeof *self->links, "links between hosts", &self->links));
@@ -78,7 +68,10 @@ pl_status pli_links_create(const pli_links_options *options, pli_links **out)
     self->rank = options->rank;
     self->owner_pid = getpid();
     atomic_flag_clear(&self->is_sending);
-    PL_TRY(read_limit(&self->limit_s));
+    PL_TRY(pli_config_timeout_ns("PACELINE_LINK_TIMEOUT", LIMIT_S * second, &limit_ns));
+    self->limit_s = limit_ns < MOST_LIMIT_S * second /* whole ones, as the kernel */
+                        ? (int)((limit_ns + second - 1) / second)
+                        : MOST_LIMIT_S;
     for (int h = 0; h < options->n_hosts; h++) {
         connection *link = &self->links[h];
         pli_text_print(link->name, sizeof link->name, "%s", options->names[h]);

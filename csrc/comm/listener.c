@@ -1,5 +1,4 @@
-/* listener.c - the Unix socket at which the ranks of a host meet, and the process
- * at its other end. */
+/* listener.c - the Unix socket at which the ranks of a host meet. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -13,8 +12,7 @@ socklen_t pli_listener_name(const char *address, struct sockaddr_un *out)
 {
     const size_t n = strnlen(address, PLI_ADDRESS_BYTES - 1);
     *out = (struct sockaddr_un){.sun_family = AF_UNIX};
-    memcpy(out->sun_path + 1, address,
-           n); /* leading zero: abstract name, no file to unlink */
+    memcpy(out->sun_path + 1, address, n); /* after a zero: abstract, no file */
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 

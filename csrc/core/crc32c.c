@@ -8,16 +8,15 @@
  * before it is multiplied by x^(8 * the lane's bytes).
  *
  * AVX-512 with VPCLMULQDQ multiplies 64 bytes at a time by powers of x modulo
- * CASTAGNOLI.  So it folds each 256 bytes into the next, and at last 256 into 16, whose
- * CRC is the same.  From the cache this is three times as fast as the lanes.
+ * CASTAGNOLI.  So it folds each 256 bytes into the next, and the CRC of the last is
+ * that of all.  From the cache this is three times as fast as the lanes.
  */
 #include "crc32c.h"
 
 #include <string.h>
 
-#define CASTAGNOLI                                                                     \
-    UINT32_C(0x82f63b78) /* the highest bit is the coefficient of x^0                  \
-                          */
+/* The highest bit is the coefficient of x^0. */
+#define CASTAGNOLI UINT32_C(0x82f63b78)
 
 uint32_t pli_crc32c_plain(uint32_t crc, const void *bytes, size_t n_bytes)
 {
@@ -35,41 +34,30 @@ uint32_t pli_crc32c_plain(uint32_t crc, const void *bytes, size_t n_bytes)
     return ~crc;
 }
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define HAS_INSTRUCTION 1
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define HAS_INSTRUCTION __builtin_cpu_supports("sse4.2")
 #define WITH_INSTRUCTION __attribute__((target("sse4.2")))
 #define CRC_OF_8(crc, word) ((uint32_t)__builtin_ia32_crc32di((crc), (word)))
 #define CRC_OF_1(crc, byte) __builtin_ia32_crc32qi((crc), (byte))
-
-static int has_instruction(void)
-{
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("sse4.2");
-}
-#elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
+#elif defined(__aarch64__)
 #include <sys/auxv.h>
-#define HAS_INSTRUCTION 1
+#define HAS_INSTRUCTION ((getauxval(AT_HWCAP) & 1 << 7) != 0) /* HWCAP_CRC32 */
 #define WITH_INSTRUCTION __attribute__((target("arch=armv8-a+crc")))
 #define CRC_OF_8(crc, word) __builtin_aarch64_crc32cx((crc), (word))
 #define CRC_OF_1(crc, byte) __builtin_aarch64_crc32cb((crc), (byte))
-
-static int has_instruction(void)
-{
-    enum { HWCAP_CRC = 1 << 7 };
-    return (getauxval(AT_HWCAP) & HWCAP_CRC) != 0;
-}
 #endif
 
 #ifdef HAS_INSTRUCTION
-enum { LANE_BYTES = 8192, LANE_WORDS = LANE_BYTES / 8 };
+enum { LANE_BYTES = 8192 };
 /* x^(8 * LANE_BYTES) modulo CASTAGNOLI */
 #define LANE_FACTOR UINT32_C(0x28461564)
 
 static uint32_t multiply(uint32_t a, uint32_t b)
 {
     uint32_t product = 0;
-    for (uint32_t bit = UINT32_C(1) << 31; bit != 0; bit >>= 1) {
-        product ^= (0 - (uint32_t)((a & bit) != 0)) & b;
+    for (; a != 0; a <<= 1) {
+        product ^= (0 - (a >> 31)) & b;
         b = b >> 1 ^ ((0 - (b & 1)) & CASTAGNOLI);
     }
     return product;
@@ -86,101 +74,67 @@ WITH_INSTRUCTION static uint32_t crc_of_lanes(uint32_t crc, const unsigned char 
 {
     uint32_t second = 0;
     uint32_t third = 0;
-    for (int i = 0; i < LANE_WORDS; i++, at += 8) {
-        crc = CRC_OF_8(crc, word_at(at));
-        second = CRC_OF_8(second, word_at(at + LANE_BYTES));
-        third = CRC_OF_8(third, word_at(at + (ptrdiff_t)2 * LANE_BYTES));
+    for (size_t i = 0; i < LANE_BYTES; i += 8) {
+        crc = CRC_OF_8(crc, word_at(at + i));
+        second = CRC_OF_8(second, word_at(at + LANE_BYTES + i));
+        third = CRC_OF_8(third, word_at(at + LANE_BYTES + LANE_BYTES + i));
     }
-    second ^= multiply(LANE_FACTOR, crc);
-    return third ^ multiply(LANE_FACTOR, second);
+    second ^= multiply(crc, LANE_FACTOR);
+    return third ^ multiply(second, LANE_FACTOR);
 }
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define WITH_FOLDS __attribute__((target("sse4.2,pclmul,avx512f,vpclmulqdq")))
-enum { FOLD_BYTES = 256, FOLDS_LEAST_BYTES = 1024 };
-
-/* Of x^n, for the two halves of 16 bytes that move by `bits`.  A carry-less product of
- * reflected polynomials is one power too high, so n is bits + 63 and bits - 1. */
-#define FACTORS_2048 INT64_C(0x1426a81500000000), (long long)0xe9a5d8be00000000
-#define FACTORS_128 INT64_C(0x3171d43000000000), INT64_C(0x3743f7bd00000000)
-
-static int has_folds(void)
-{
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
-}
-
-WITH_FOLDS static __m512i fold_64(__m512i folded, __m512i next, __m512i factors)
-{
-    const __m512i low = _mm512_clmulepi64_epi128(folded, factors, 0x00);
-    const __m512i high = _mm512_clmulepi64_epi128(folded, factors, 0x11);
-    return _mm512_ternarylogic_epi64(low, high, next, 0x96); /* exclusive or */
-}
-
-WITH_FOLDS static __m128i fold_16(__m128i folded, __m128i next)
-{
-    const __m128i factors = _mm_set_epi64x(FACTORS_128);
-    const __m128i low = _mm_clmulepi64_si128(folded, factors, 0x00);
-    const __m128i high = _mm_clmulepi64_si128(folded, factors, 0x11);
-    return _mm_xor_si128(_mm_xor_si128(low, high), next);
-}
-
-/* n_bytes is a multiple of FOLD_BYTES, and not 0. */
-WITH_FOLDS static uint32_t crc_by_folds(uint32_t crc, const unsigned char *at,
-                                        size_t n_bytes)
-{
-    const __m512i factors = _mm512_broadcast_i32x4(_mm_set_epi64x(FACTORS_2048));
-    __m512i folded[4];
-    __m128i lanes[FOLD_BYTES / 16];
-    for (int k = 0; k < 4; k++)
-        folded[k] = _mm512_loadu_si512(at + (ptrdiff_t)64 * k);
-    folded[0] =
-        _mm512_xor_si512(folded[0], _mm512_inserti32x4(_mm512_setzero_si512(),
-                                                       _mm_cvtsi32_si128((int)crc), 0));
-    while ((n_bytes -= FOLD_BYTES) > 0) {
-        at += FOLD_BYTES;
-        for (int k = 0; k < 4; k++)
-            folded[k] =
-                fold_64(folded[k], _mm512_loadu_si512(at + (ptrdiff_t)64 * k), factors);
-    }
-    memcpy(lanes, folded, sizeof lanes);
-    for (int k = 1; k < FOLD_BYTES / 16; k++)
-        lanes[k] = fold_16(lanes[k - 1], lanes[k]);
-    crc = CRC_OF_8(0, (uint64_t)_mm_cvtsi128_si64(lanes[FOLD_BYTES / 16 - 1]));
-    return CRC_OF_8(crc, (uint64_t)_mm_extract_epi64(lanes[FOLD_BYTES / 16 - 1], 1));
-}
-#endif
-
-WITH_INSTRUCTION static uint32_t crc_by_instruction(uint32_t crc, const void *bytes,
-                                                    size_t n_bytes)
+WITH_INSTRUCTION static uint32_t
+crc_by_instruction(uint32_t crc, const unsigned char *at, size_t n_bytes)
 {
     enum { LANES_BYTES = 3 * LANE_BYTES };
-    const unsigned char *at = bytes;
-    crc = ~crc;
-#if defined(__x86_64__)
-    if (n_bytes >= FOLDS_LEAST_BYTES && has_folds()) {
-        const size_t n_folded = n_bytes / FOLD_BYTES * FOLD_BYTES;
-        crc = crc_by_folds(crc, at, n_folded);
-        at += n_folded;
-        n_bytes -= n_folded;
-    }
-#endif
     for (; n_bytes >= LANES_BYTES; at += LANES_BYTES, n_bytes -= LANES_BYTES)
         crc = crc_of_lanes(crc, at);
     for (; n_bytes >= 8; at += 8, n_bytes -= 8)
         crc = CRC_OF_8(crc, word_at(at));
     for (; n_bytes > 0; n_bytes--)
         crc = CRC_OF_1(crc, *at++);
-    return ~crc;
+    return crc;
+}
+#endif
+
+#if defined(__x86_64__)
+enum { FOLD_BYTES = 256, FOLDS_LEAST_BYTES = 1024 };
+
+/* Folds while at least FOLD_BYTES follow; FOLDS_LEAST_BYTES or more are there. */
+__attribute__((target("sse4.2,avx512f,vpclmulqdq"))) static uint32_t
+crc_by_folds(uint32_t crc, const unsigned char *at, size_t n_bytes)
+{
+    /* x^(2048 + 63) and x^(2048 - 1), for the two halves of 16 bytes: a carry-less
+     * product of reflected polynomials is one power too high. */
+    const __m512i factors = _mm512_broadcast_i32x4(
+        _mm_set_epi64x(INT64_C(0x1426a81500000000), (long long)0xe9a5d8be00000000));
+    unsigned char rest[FOLD_BYTES];
+    __m512i folded[4];
+    for (size_t k = 0; k < 4; k++)
+        folded[k] = _mm512_loadu_si512(at + 64 * k);
+    folded[0] = _mm512_xor_si512(folded[0], _mm512_maskz_set1_epi32(1, (int)crc));
+    for (n_bytes -= FOLD_BYTES, at += FOLD_BYTES; n_bytes >= FOLD_BYTES;
+         n_bytes -= FOLD_BYTES, at += FOLD_BYTES)
+        for (size_t k = 0; k < 4; k++)
+            folded[k] = _mm512_ternarylogic_epi64(
+                _mm512_clmulepi64_epi128(folded[k], factors, 0x00),
+                _mm512_clmulepi64_epi128(folded[k], factors, 0x11),
+                _mm512_loadu_si512(at + 64 * k), 0x96); /* exclusive or */
+    memcpy(rest, folded, sizeof rest);
+    return crc_by_instruction(crc_by_instruction(0, rest, sizeof rest), at, n_bytes);
 }
 #endif
 
 uint32_t pli_crc32c(uint32_t crc, const void *bytes, size_t n_bytes)
 {
+#if defined(__x86_64__)
+    if (n_bytes >= FOLDS_LEAST_BYTES && __builtin_cpu_supports("avx512f") &&
+        __builtin_cpu_supports("vpclmulqdq"))
+        return ~crc_by_folds(~crc, bytes, n_bytes);
+#endif
 #ifdef HAS_INSTRUCTION
-    if (has_instruction())
-        return crc_by_instruction(crc, bytes, n_bytes);
+    if (HAS_INSTRUCTION)
+        return ~crc_by_instruction(~crc, bytes, n_bytes);
 #endif
     return pli_crc32c_plain(crc, bytes, n_bytes);
 }

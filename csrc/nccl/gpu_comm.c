@@ -275,16 +275,6 @@ static void end_watch(pli_gpu_comm *self)
     self->watchdog = NULL;
 }
 
-/* Means of a finished step are lost: tells the peers, and the caller. */
-static void report_loss(pli_gpu_comm *self)
-{
-    char message[PLI_GPU_MESSAGE_BYTES];
-    pli_text_print(message, sizeof message, "%s", pl_error_message());
-    pl_comm_abort(self->super.base, message);
-    if (self->report_loss != NULL)
-        self->report_loss(self->context, message);
-}
-
 /* If all is well, first finishes the device's work, which the peers need. */
 static void end_well(pli_gpu_comm *self)
 {
@@ -292,11 +282,14 @@ static void end_well(pli_gpu_comm *self)
     if (atomic_load(&self->phase) != PLI_GPU_RUNNING)
         return;
     if (pli_gpu_comm_drain(self, self->deadline_ns, PLI_GPU_GONE_MS * PLI_MS) !=
-        PL_OK) {
-        report_loss(self);
-        return;
-    }
-    if (pli_inflight_oldest(&self->inflight, &oldest) == PL_OK && oldest.n == 0) {
+        PL_OK) { /* means of a finished step are lost */
+        char message[PLI_GPU_MESSAGE_BYTES];
+        pli_text_print(message, sizeof message, "%s", pl_error_message());
+        pl_comm_abort(self->super.base, message);
+        if (self->report_loss != NULL)
+            self->report_loss(self->context, message);
+    } else if (pli_inflight_oldest(&self->inflight, &oldest) == PL_OK &&
+               oldest.n == 0) {
         /* Deregistering asks a peer's proxy: if that does not answer, the watchdog ends
          * the call.  A graph may be replaying operations that the ring does not
          * hold. */

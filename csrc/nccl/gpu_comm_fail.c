@@ -152,17 +152,12 @@ pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st)
  * PLI_GPU_GONE_MS, this device has done all to which that rank contributed. */
 static pl_status check_replays(pli_gpu_comm *self)
 {
-    const int64_t now = pli_now_ns();
     if (!atomic_load(&self->is_captured) ||
-        pli_base_query(&self->super, PLI_QUERY_GONE) == PL_OK) {
-        self->gone_since_ns = 0;
-        return PL_OK;
-    }
-    if (self->gone_since_ns == 0)
-        self->gone_since_ns = now;
-    if (now - self->gone_since_ns <= PLI_GPU_GONE_MS * PLI_MS)
-        return PL_OK;
-    return pli_base_query(&self->super, PLI_QUERY_WORLD);
+        pli_base_query(&self->super, PLI_QUERY_GONE) == PL_OK)
+        self->gone = (pli_stopwatch){0};
+    else if (pli_elapsed_ns(&self->gone) > PLI_GPU_GONE_MS * PLI_MS)
+        return pli_base_query(&self->super, PLI_QUERY_WORLD);
+    return PL_OK;
 }
 
 static pl_status check_device(pli_gpu_comm *self, int *is_base)

@@ -53,7 +53,7 @@ typedef struct pli_gpu_comm {
     pli_gpu_capture capture;
     pl_event *captured;     /* after the last captured operation */
     atomic_int is_captured; /* an operation was captured */
-    int64_t gone_since_ns;  /* the watchdog's; 0: every rank is there */
+    pli_stopwatch gone;     /* the watchdog's: since a rank is gone */
     pl_event *drained;      /* after a failed step, after a trial, or for follow() */
     pl_event *last;         /* after the last operation; NULL: none yet */
 

@@ -25,8 +25,8 @@ static arena_layout lay_out_arena(const pl_reducer_spec *spec)
     const size_t page = 65536;
     const int n_ranks =
         spec->world_size > PL_MAX_RANKS ? spec->world_size : PL_MAX_RANKS;
-    arena_layout at = {.late = spec->n_params, .roles = 2 * spec->n_params};
-    at.order = line_up(at.roles + RANK_FLAG_BYTES * (size_t)n_ranks);
+    arena_layout at = {.late = spec->n_params, .ranks = 2 * spec->n_params};
+    at.order = line_up(at.ranks + sizeof(rank_flags) * (size_t)n_ranks);
     at.extra = at.order + line_up(spec->n_params * sizeof(uint32_t));
     at.staging = at.extra + line_up(spec->extra_bytes);
     const size_t end = at.staging + line_up(spec->staging_bytes);
@@ -69,7 +69,7 @@ void pli_reducer_read_participation(pl_reducer *self)
 {
     pl_participation found = {.first_active = -1, .last_joining = -1};
     for (int r = pl_comm_world_size(self->comm); r-- > 0;) {
-        const unsigned char role = roles_of(self)[r];
+        const unsigned char role = flags_of(self, r)->role;
         if (role == PL_ACTIVE) {
             found.n_active++;
             found.first_active = r;
@@ -261,6 +261,7 @@ void pl_reducer_set_stream(pl_reducer *self, pl_stream *stream)
 pl_status pl_reducer_begin(pl_reducer *self)
 {
     pl_status st = PL_OK;
+    rank_flags *mine = flags_of(self, pl_comm_rank(self->comm));
     if (self->phase != REDUCER_IDLE)
         PL_FAIL(PL_ESTATE, "cannot begin a step while another is under way");
     if (self->learning == LEARNING_ORDER_KNOWN) { /* the second step, on every rank */
@@ -274,8 +275,8 @@ pl_status pl_reducer_begin(pl_reducer *self)
     self->n_ready_params = 0;
     self->is_ordered = 0;
     memset(used_of(self), 0, n_flag_bytes(self));
-    roles_of(self)[pl_comm_rank(self->comm)] = PL_ACTIVE;
-    pli_reducer_send_check(self);
+    mine->role = PL_ACTIVE;
+    memcpy(mine->check, &self->check.crc, sizeof mine->check);
     self->root = pl_reducer_next_root(self);
     arm_buckets(self);
     self->step++;
@@ -388,5 +389,5 @@ int pl_reducer_root(const pl_reducer *self)
 
 int pl_reducer_root_is_active(const pl_reducer *self)
 {
-    return roles_of(self)[self->root] == PL_ACTIVE;
+    return flags_of(self, self->root)->role == PL_ACTIVE;
 }

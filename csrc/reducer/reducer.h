@@ -22,8 +22,8 @@
  *
  * The arena:
  *
- *     [ used: n bytes ][ late: n bytes ][ roles ][ forwards ][ checks ]
- *     [ order: n uint32 ][ extra ][ staging ][ buckets ]
+ *     [ used: n bytes ][ late: n bytes ][ flags of ranks ][ order: n uint32 ]
+ *     [ extra ][ staging ][ buckets ]
  *
  * Each step broadcasts `extra`, whose contents the caller chooses.  The root is rank 0
  * at first, and then the lowest rank that was active in the step before.  The caller

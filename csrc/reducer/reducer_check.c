@@ -26,63 +26,53 @@ static int is_checked(const pl_reducer *self)
             (self->check.kind == PLI_CHECK_ROTATE && is_between_hosts));
 }
 
-void pli_reducer_send_check(pl_reducer *self)
-{
-    memcpy(checks_of(self) + pl_comm_rank(self->comm), &self->check.crc,
-           sizeof self->check.crc);
-}
-
-/* The part of the next window that is in a bucket; 0 if there is none. */
-static size_t cut_to_window(const pl_reducer *self, size_t b, size_t *first)
-{
-    const pl_bucket_plan *bucket = &self->plan->buckets[b];
-    const size_t n_all = self->plan->n_bytes;
-    const size_t n_least = n_all / WINDOWS + PL_CACHE_LINE;
-    const size_t n = self->check.kind == PLI_CHECK_ALL ? n_all
-                     : n_least > WINDOW_LEAST_BYTES    ? n_least
-                                                       : WINDOW_LEAST_BYTES;
-    const size_t begin = self->check.n_steps % ((n_all + n - 1) / n) * n;
-    size_t end = bucket->offset_bytes + bucket->n_elems * pl_dtype_bytes(bucket->dtype);
-    *first = bucket->offset_bytes > begin ? bucket->offset_bytes : begin;
-    end = end < begin + n ? end : begin + n;
-    return end > *first ? end - *first : 0;
-}
-
 void pli_reducer_sum_means(pl_reducer *self)
 {
     means_check *check = &self->check;
+    const size_t n_all = self->plan->n_bytes;
+    size_t n_window = n_all / WINDOWS + PL_CACHE_LINE;
+    if (n_window < WINDOW_LEAST_BYTES)
+        n_window = WINDOW_LEAST_BYTES;
+    if (check->kind == PLI_CHECK_ALL)
+        n_window = n_all;
     check->crc = 0;
     check->step = self->step;
-    if (!is_checked(self) || self->plan->n_bytes == 0)
+    if (!is_checked(self) || n_all == 0)
         return;
+    const size_t n_windows = (n_all + n_window - 1) / n_window;
+    const size_t begin = check->n_steps++ % n_windows * n_window;
     for (size_t b = 0; b < self->plan->n_buckets; b++) {
-        size_t first;
-        const size_t n_bytes = cut_to_window(self, b, &first);
-        if (n_bytes == 0)
+        const pl_bucket_plan *bucket = &self->plan->buckets[b];
+        size_t from = bucket->offset_bytes;
+        size_t end = from + bucket->n_elems * pl_dtype_bytes(bucket->dtype);
+        from = from > begin ? from : begin;
+        end = end < begin + n_window ? end : begin + n_window;
+        if (end <= from)
             continue;
         check->first_bucket = check->crc == 0 ? b : check->first_bucket;
         check->last_bucket = b;
         check->crc =
-            pli_crc32c(check->crc, self->arena + self->at.buckets + first, n_bytes);
+            pli_crc32c(check->crc, self->arena + self->at.buckets + from, end - from);
         check->crc += check->crc == 0; /* 0: a rank has none */
     }
-    check->n_steps++;
 }
 
 pl_status pli_reducer_compare_means(pl_reducer *self)
 {
     pl_status st = PL_OK;
-    int first = -1;
+    int first = 0;
     uint32_t first_crc = 0;
     for (int r = 0; r < pl_comm_world_size(self->comm); r++) {
         uint32_t crc;
-        memcpy(&crc, checks_of(self) + r, sizeof crc);
+        memcpy(&crc, flags_of(self, r)->check, sizeof crc);
+        if (first_crc == 0) {
+            first = r;
+            first_crc = crc;
+        }
         if (crc == 0 || crc == first_crc)
             continue;
-        if (first >= 0) {
-            self->check.has_failed = 1;
-            PL_FAIL(
-                PL_EMISMATCH,
+        self->check.has_failed = 1;
+        PL_FAIL(PL_EMISMATCH,
                 "rank %d: rank %d (host %d) and rank %d (host %d) got different means "
                 "at the end of step %llu, in buckets %zu to %zu of %zu, so their "
                 "weights differ: look for errors of memory and network on these "
@@ -91,9 +81,6 @@ pl_status pli_reducer_compare_means(pl_reducer *self)
                 first, pli_hierarchy_host_of(self->comm, first),
                 (unsigned long long)self->check.step, self->check.first_bucket + 1,
                 self->check.last_bucket + 1, self->plan->n_buckets);
-        }
-        first = r;
-        first_crc = crc;
     }
 done:
     return st;

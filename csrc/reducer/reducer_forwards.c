@@ -28,7 +28,7 @@ static uint8_t byte_of(unsigned n)
 
 void pl_reducer_set_forwards(pl_reducer *self, const pl_forwards *forwards)
 {
-    forwards_of(self)[pl_comm_rank(self->comm)] =
+    flags_of(self, pl_comm_rank(self->comm))->forwards =
         (forward_bytes){.n = byte_of(forwards->n),
                         .n_answered = byte_of(forwards->n_answered),
                         .n_unanswered = byte_of(forwards->n_unanswered)};
@@ -61,8 +61,8 @@ static pl_status report(const pl_reducer *self)
     size_t at = 0;
     int n_named = 0;
     for (int r = 0; r < pl_comm_world_size(self->comm) && n_named < MOST_NAMED; r++) {
-        const forward_bytes *counts = &forwards_of(self)[r];
-        if (roles_of(self)[r] != PL_ACTIVE)
+        const forward_bytes *counts = &flags_of(self, r)->forwards;
+        if (flags_of(self, r)->role != PL_ACTIVE)
             continue;
         at += (size_t)snprintf(
             text + at, sizeof text - at, "%srank %d: %u, %u of them without a backward",
@@ -81,8 +81,8 @@ pl_status pl_reducer_check_forwards(const pl_reducer *self)
 {
     const forward_bytes *first = NULL;
     for (int r = 0; r < pl_comm_world_size(self->comm); r++) {
-        const forward_bytes *counts = &forwards_of(self)[r];
-        if (roles_of(self)[r] != PL_ACTIVE)
+        const forward_bytes *counts = &flags_of(self, r)->forwards;
+        if (flags_of(self, r)->role != PL_ACTIVE)
             continue;
         if (first == NULL)
             first = counts;

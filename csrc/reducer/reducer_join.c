@@ -17,7 +17,7 @@ pl_status pl_reducer_shadow_step(pl_reducer *self, pl_role role)
         PL_FAIL(PL_ESTATE, "a shadow step cannot have gradients");
     for (size_t i = 0; i < self->spec.n_params; i++)
         PL_TRY(pl_reducer_mark_unused(self, i, NULL, PL_REPLACE, PL_UNUSED));
-    roles_of(self)[pl_comm_rank(self->comm)] = (unsigned char)role;
+    flags_of(self, pl_comm_rank(self->comm))->role = (unsigned char)role;
 done:
     return st;
 }

@@ -66,7 +66,7 @@ typedef struct means_check {
 
 /* Where the parts of the arena begin: reducer.h. */
 typedef struct arena_layout {
-    size_t late, roles, order, extra, staging, buckets;
+    size_t late, ranks, order, extra, staging, buckets;
 } arena_layout;
 
 struct pl_reducer {
@@ -108,39 +108,26 @@ static inline unsigned char *late_of(const pl_reducer *self)
     return (unsigned char *)self->arena + self->at.late;
 }
 
-/* One pl_role per rank. */
-static inline unsigned char *roles_of(const pl_reducer *self)
-{
-    return (unsigned char *)self->arena + self->at.roles;
-}
-
 /* What a rank sends of its forwards, each number up to 255. */
 typedef struct forward_bytes {
     uint8_t n, n_answered, n_unanswered;
 } forward_bytes;
 
-/* One per rank. */
-static inline forward_bytes *forwards_of(const pl_reducer *self)
+typedef struct rank_flags {
+    uint8_t role; /* pl_role */
+    forward_bytes forwards;
+    uint8_t check[4]; /* checksum of means */
+} rank_flags;
+
+static inline rank_flags *flags_of(const pl_reducer *self, int rank)
 {
-    return (forward_bytes *)(roles_of(self) + pl_comm_world_size(self->comm));
+    return (rank_flags *)(self->arena + self->at.ranks) + rank;
 }
 
-/* A rank's checksum of means. */
-typedef unsigned char check_bytes[4];
-
-/* One per rank. */
-static inline check_bytes *checks_of(const pl_reducer *self)
-{
-    return (check_bytes *)(forwards_of(self) + pl_comm_world_size(self->comm));
-}
-
-enum { RANK_FLAG_BYTES = 1 + sizeof(forward_bytes) + sizeof(check_bytes) };
-
-/* The bytes that every step reduces: used, late, roles, forwards and checks. */
+/* The bytes that every step reduces: used, late, and the flags of ranks. */
 static inline size_t n_flag_bytes(const pl_reducer *self)
 {
-    return 2 * self->spec.n_params +
-           RANK_FLAG_BYTES * (size_t)pl_comm_world_size(self->comm);
+    return self->at.ranks + sizeof(rank_flags) * (size_t)self->comm->world_size;
 }
 
 static inline char *slot_memory(const pl_reducer *self, size_t param)
@@ -164,7 +151,7 @@ pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
 
 static inline int pli_reducer_is_active_rank(const pl_reducer *self)
 {
-    return roles_of(self)[pl_comm_rank(self->comm)] == PL_ACTIVE;
+    return flags_of(self, pl_comm_rank(self->comm))->role == PL_ACTIVE;
 }
 
 /* Reads the roles that the ranks have sent. */
@@ -173,9 +160,8 @@ void pli_reducer_read_participation(pl_reducer *self);
 /* The participation with all ranks active, as before the first step. */
 pl_participation pli_reducer_full_participation(const pl_reducer *self);
 
-/* Computes the checksum of means that are in place; puts it into the next flags. */
+/* Computes the checksum of means that are in place, for the next flags. */
 void pli_reducer_sum_means(pl_reducer *self);
-void pli_reducer_send_check(pl_reducer *self);
 
 /* PL_EMISMATCH, on every rank, if the ranks have sent different checksums. */
 pl_status pli_reducer_compare_means(pl_reducer *self) PL_MUST_USE;

@@ -32,11 +32,13 @@ static void reduce_flags(const peers *self)
 {
     for (int r = 0; r < N_RANKS; r++) {
         if (r != RANK) {
-            roles_of(self->reducer)[r] = r == self->joining ? PL_JOINING : PL_ACTIVE;
-            forwards_of(self->reducer)[r] = forwards_of(self->reducer)[RANK];
+            flags_of(self->reducer, r)->role =
+                r == self->joining ? PL_JOINING : PL_ACTIVE;
+            flags_of(self->reducer, r)->forwards =
+                flags_of(self->reducer, RANK)->forwards;
         }
         if (r == self->odd_one)
-            forwards_of(self->reducer)[r] = (forward_bytes){2, 1, 1};
+            flags_of(self->reducer, r)->forwards = (forward_bytes){2, 1, 1};
     }
 }
 
