@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 _FILE = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_MOST_LOOKS = 50  # at a file that others replace at the same time
 
 
 class _Sink(io.RawIOBase):
@@ -60,7 +61,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             stack.callback(os.close, descriptor)
             return descriptor
 
-        while True:
+        for _ in range(_MOST_LOOKS):
             before = None
             folder, name = opened(path.parent, _FOLDER), path.name
             if not os.path.lexists(path):
@@ -79,6 +80,9 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
                 if os.path.samestat(before, os.lstat(name, dir_fd=folder)):
                     break
             # Another process has replaced the file in between: look again.
+        else:
+            why = "the file has no name any more, or does not keep it"
+            raise FileNotFoundError(errno.ENOENT, why, str(path))
         if before is not None and is_created and before.st_size == 0:
             before = None
             with suppress(FileNotFoundError):  # another writer removed it
@@ -87,7 +91,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             _remove_left_over(folder, name, os.fstat(descriptor).st_uid)
             _write(descriptor, write)
             if before is not None:
-                with suppress(PermissionError):
+                with suppress(OSError):  # not permitted, or no such user in a container
                     os.fchown(descriptor, before.st_uid, before.st_gid)
                 os.fchmod(descriptor, stat.S_IMODE(before.st_mode) & 0o777)
             os.fsync(descriptor)

@@ -5,6 +5,7 @@ owners may remove a file, or one that a group shares.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -331,6 +332,40 @@ def test_savers_of_one_link_at_a_time_leave_one_whole_file(tmp_path):
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
     assert is_saved(link)
     assert sorted(os.listdir(tmp_path)) == ["latest", "model.pt"]
+
+
+@pytest.mark.parametrize("kind", ["unlinked", "unnamed", "memfd"])
+def test_a_file_without_a_name_is_refused(tmp_path, kind):
+    """The kernel opens it, but no name leads to it."""
+    if kind == "unlinked":
+        descriptor = os.open(tmp_path / "gone", os.O_RDWR | os.O_CREAT)
+        os.unlink(tmp_path / "gone")
+    elif kind == "unnamed":
+        descriptor = os.open(tmp_path, os.O_RDWR | os.O_TMPFILE)
+    else:
+        descriptor = os.memfd_create("memory")
+    with pytest.raises(FileNotFoundError, match="has no name"):
+        paceline.save(STATE, f"/proc/self/fd/{descriptor}")
+    assert os.fstat(descriptor).st_size == 0
+    os.close(descriptor)
+
+
+# ---- other file systems -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_whose_owner_cannot_be_given_to_the_new_one_is_replaced(
+    tmp_path, monkeypatch, number
+):
+    """As another user's file, an unknown user's in a container, and on some shares."""
+
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "model.pt").write_bytes(b"old")
+    monkeypatch.setattr(os, "fchown", refuse)
+    paceline.save(STATE, tmp_path / "model.pt")
+    assert is_saved(tmp_path / "model.pt")
 
 
 # ---- pipes --------------------------------------------------------------------------
