@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from paceline import MismatchError, PeerTimeoutError, _environment, _gpu
+from paceline import MismatchError, PeerTimeoutError, _environment, _gpu, _waiting
 from paceline._compat import torch_cuda, torch_groups
 from paceline._ddp import peers, placement
 from paceline._ddp.model_spec import Model
@@ -281,7 +281,8 @@ def test_a_rank_that_is_long_in_coming_finds_a_store_that_is_not_busy(monkeypatc
     store, clock = dist.HashStore(), Clock()
     monkeypatch.setattr(torch_groups, "group_store", lambda group: store)
     monkeypatch.setattr(torch_groups, "group_name", lambda group: "of two")
-    monkeypatch.setattr(peers, "time", clock)
+    for module in (peers, _waiting):
+        monkeypatch.setattr(module, "time", clock)
     ranks = peers.Peers(None, 0, 2)
     with pytest.raises(PeerTimeoutError, match=r"\[1\] have not come .* 60 s"):
         ranks.all_gather(b"here", 60.0)
