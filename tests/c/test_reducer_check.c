@@ -3,7 +3,7 @@
 
 #include "reducer_pair.h"
 
-enum { N_PARAMS = 40, N_ELEMS = 1 << 16, N_WINDOWS = 16 };
+enum { N_PARAMS = 40, N_ELEMS = 1 << 13, N_WINDOWS = 16 };
 
 static pl_param params[N_PARAMS];
 static float gradient[N_ELEMS];
@@ -14,7 +14,7 @@ static pl_reducer_spec spec_of(size_t n_params)
         params[i] = (pl_param){.n_elems = N_ELEMS, .dtype = PL_F32};
     return (pl_reducer_spec){.params = params,
                              .n_params = n_params,
-                             .caps = {.bucket_bytes = 1 << 20, .last_bytes = 1 << 18}};
+                             .caps = {.bucket_bytes = 1 << 17, .last_bytes = 1 << 15}};
 }
 
 /* One step of both ranks.  Before rank 1 reads its mean of `damaged`, a bit of it
@@ -123,7 +123,7 @@ static void see_small_damage(pair *it)
 TEST(small_models_are_checked_in_each_step)
 {
     pl_reducer_spec spec = spec_of(1);
-    params[0].n_elems = 1 << 14;
+    params[0].n_elems = 1 << 12;
     pair_run(&spec, see_small_damage);
 }
 
