@@ -115,6 +115,7 @@ crc_by_folds(uint32_t crc, const unsigned char *at, size_t n_bytes)
     folded[0] = _mm512_xor_si512(folded[0], _mm512_maskz_set1_epi32(1, (int)crc));
     for (n_bytes -= FOLD_BYTES, at += FOLD_BYTES; n_bytes >= FOLD_BYTES;
          n_bytes -= FOLD_BYTES, at += FOLD_BYTES)
+#pragma GCC unroll 4 /* else the compiler keeps `folded` in memory */
         for (size_t k = 0; k < 4; k++)
             folded[k] = _mm512_ternarylogic_epi64(
                 _mm512_clmulepi64_epi128(folded[k], factors, 0x00),
