@@ -1,7 +1,6 @@
-"""Checks in a separate process: a crash or a hang becomes a finding."""
+"""Checks in a forked process: a crash or a hang becomes a finding."""
 
 import os
-import sys
 
 import odd_checks
 import pytest
@@ -10,14 +9,12 @@ from paceline._cli.doctor.finding import FAILED, Check, Finding, Status
 from support.processes import descriptors, wait_until_gone
 
 
-def checks(*names, seconds=60.0):
-    return [
-        Check(name, getattr(odd_checks, name), seconds, "do this") for name in names
-    ]
+def checks(*names, needs=""):
+    return [Check(name, getattr(odd_checks, name), "do this", needs) for name in names]
 
 
-def run(name, **options):
-    (finding,) = apart.run(checks(name, **options))
+def run(name, seconds=60.0):
+    (finding,) = apart.run(checks(name), seconds)
     return finding
 
 
@@ -36,17 +33,31 @@ def test_a_check_that_crashes_or_raises_is_a_problem(name, found, advice):
     assert finding.found.startswith(found)
 
 
-def test_what_follows_a_crash_is_looked_at_and_one_process_serves_the_rest():
-    names = ["show_pid", "crash", "show_pid", "show_pid"]
-    first, crashed, *rest = apart.run(checks(*names))
-    assert crashed.status is Status.PROBLEM
-    assert rest[0] == rest[1] != first
-
-
-def test_a_check_that_another_one_blocks_is_a_warning():
-    expected = "not looked at: torch cannot be used"
-    finding = run("wait_for_another")
+def assert_skipped(finding, because):
+    expected = f"not looked at, because of {because}"
     assert (finding.status, finding.found) == (Status.WARNING, expected)
+
+
+def test_one_process_makes_all_checks_and_none_after_a_crash():
+    names = ["show_pid", "show_pid", "crash", "show_pid", "show_pid"]
+    first, second, crashed, *rest = apart.run(checks(*names))
+    assert first == second
+    assert int(first.found) != os.getpid()
+    assert crashed.status is Status.PROBLEM
+    for finding in rest:
+        assert_skipped(finding, "crash")
+
+
+@pytest.mark.parametrize("name", ["fail", "show_pid"])
+def test_a_check_that_needs_another_is_skipped_after_its_problem_alone(name):
+    needing = Check("needing", odd_checks.show_pid, needs=name)
+    again = Check("again", odd_checks.show_pid, needs="needing")
+    first, *others = apart.run([*checks(name), needing, again])
+    if name == "show_pid":
+        assert others == [first, first]
+    else:
+        assert_skipped(others[0], "fail")
+        assert_skipped(others[1], "needing")
 
 
 def test_what_a_check_prints_neither_blocks_nor_is_taken_for_its_answer():
@@ -64,16 +75,12 @@ def test_nothing_is_left_of_a_check_that_hangs():
 
 
 def test_a_process_that_cannot_be_started_is_a_problem(monkeypatch):
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", b"/no/python")
+    def fork():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    before = descriptors()
+    monkeypatch.setattr(os, "fork", fork)
     found = run("show_pid")
     assert found.status is Status.PROBLEM
     assert "no process could be started" in found.found
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", None)
-    assert "no Python interpreter" in run("show_pid").found
-
-
-def test_modules_are_found_in_the_process_as_here(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", [str(tmp_path / 'it\'s "here"'), *sys.path])
-    finding = run("show_pid")
-    assert finding.status is Status.WARNING
-    assert int(finding.found) != os.getpid()
+    assert descriptors() == before

@@ -1,10 +1,8 @@
 """The doctor's checks of GPUs, with simulated CUDA and NCCL."""
 
-import types
-
 import pytest
 from paceline import _gpu, _native
-from paceline._cli.doctor import gpus, imports
+from paceline._cli.doctor import gpus
 from paceline._cli.doctor.finding import MIB, Status
 from paceline._compat import torch_cuda
 from support import devices, fake_gpus
@@ -49,9 +47,11 @@ def test_a_pattern_arrives_right_between_all_pairs_or_from_the_host(n_gpus):
 def test_a_copy_that_arrives_wrong_is_found_with_its_direction(
     three_gpus, monkeypatch, kind
 ):
+    device_group = _native.DeviceGroup
+
     class Group:
         def __init__(self, devices):
-            self.group = _native.DeviceGroup(devices)
+            self.group = device_group(devices)
             self.streams = self.group.streams
 
         def copy(self, streams, source, tensors, target, places):
@@ -63,8 +63,7 @@ def test_a_copy_that_arrives_wrong_is_found_with_its_direction(
                 three_gpus.synchronize()
                 places[0][12345] += 1
 
-    native = types.SimpleNamespace(DeviceGroup=Group)
-    monkeypatch.setattr(imports, "native", lambda: native)
+    monkeypatch.setattr(_native, "DeviceGroup", Group)
     n_wrong = 2 if kind == "changed" else 8 * MIB
     finding = gpus.look_gpu_links()
     assert finding.status is Status.PROBLEM

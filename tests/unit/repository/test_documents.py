@@ -264,8 +264,8 @@ def test_the_doctor_prints_what_its_page_shows(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     checks = {check.name: check for check in doctor.CHECKS}
     found = {
-        "cores": machine.judge_cores(2, 1, None, 1, 1),
         "dev_shm": machine.judge_dev_shm(64 << 20, 64 << 20),
+        "cores": machine.judge_cores(2, 1, None, 1, 1),
     }
     doctor._show_text((checks[name], finding) for name, finding in found.items())
     blocks = documents.blocks_of(ROOT / "docs" / "environment.md")

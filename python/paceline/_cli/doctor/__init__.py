@@ -2,5 +2,5 @@
 
 A check reads the machine and returns a finding.  The half that judges reads nothing, so
 that tests can give it readings of any machine.  ``command.py`` lists the checks in the
-order of printing; a separate process runs them, because one may crash or hang.
+order of printing; a forked process runs them, because one may crash or hang.
 """

@@ -1,130 +1,118 @@
-"""Run checks in a separate process: a crash or a hang is a finding."""
+"""Run the checks in a forked process: its crash or hang is a finding.
+
+The doctor itself imports neither torch nor the extension, so that a fork is safe.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from multiprocessing import spawn
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from typing import NoReturn
 
-from paceline._cli.doctor.finding import Check, Finding, Status, problem
+from paceline._cli.doctor.finding import Check, Finding, Status, problem, warning
 
+SECONDS = 120.0
+"""For each check: torch from a network's file system, the first use of eight GPUs."""
 _GRACE_SECONDS = 5
-_END_SECONDS = 5.0
+_END_SECONDS = 5.0  # a driver may hold a killed process for longer
 # Neither Paceline nor the driver keeps compiled kernels.
 _NO_CACHES = {"XDG_CACHE_HOME": "/dev/null", "CUDA_CACHE_DISABLE": "1"}
 _MARK = b"\0"  # before a finding; checks print no such byte
 
 
-def command(function: Callable[..., object], *arguments: str) -> list[str]:
-    """Return a command line that calls a function, with modules found as here."""
-    executable = spawn.get_executable()
-    if not executable:
-        raise RuntimeError("no Python interpreter to start: sys.executable is not set")
-    code = (
-        f"import sys; sys.path[:] = {[str(path) for path in sys.path]!r}; "
-        f"from {function.__module__} import {function.__name__} as f; "
-        f"f(*{list(arguments)!r})"
-    )
-    return [os.fsdecode(executable), "-c", code]
+def run(checks: Sequence[Check], seconds: float = SECONDS) -> Iterator[Finding]:
+    """Yield what each check finds; if one ends the process, the others are skipped."""
+    read_fd, write_fd = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(read_fd)
+        os.close(write_fd)
+        found = f"no process could be started: {error}"
+        yield from (problem(found, "Raise the limits of processes.") for _ in checks)
+        return
+    if pid == 0:
+        _serve(checks, write_fd, int(seconds) + _GRACE_SECONDS)
+    os.close(write_fd)
+    output, lost_in = bytearray(), ""
+    try:
+        for check in checks:
+            if lost_in:
+                yield _skipped(lost_in)
+            elif lost := _wait(pid, read_fd, output, seconds):
+                lost_in = check.name
+                lines = output.decode(errors="replace").strip().splitlines()
+                yield problem(f"{lost}: {lines[-1]}" if lines else lost, check.hint)
+            else:
+                line, _, output[:] = output.partition(_MARK)[2].partition(b"\n")
+                status, found, advice = json.loads(line)
+                yield Finding(Status(status), found, advice)
+    finally:
+        os.close(read_fd)
+        _end(pid)
 
 
-def run(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Yield what each check finds.  One process runs them; a crash starts another."""
-    n_done = 0
-    while n_done < len(checks):
-        try:
-            process = _start(checks[n_done:])
-        except (OSError, RuntimeError) as error:
-            yield problem(
-                f"no process could be started: {error}",
-                "Raise the limits of processes and memory.",
-            )
-            n_done += 1
-            continue
-        output = bytearray()
-        try:
-            for check in checks[n_done:]:
-                n_done += 1
-                lost = _wait(process, output, check.seconds)
-                if lost:
-                    lines = output.decode(errors="replace").strip().splitlines()
-                    found = f"{lost}: {lines[-1]}" if lines else lost
-                    yield problem(found, check.hint)
-                    break
-                line, _, rest = output.partition(_MARK)[2].partition(b"\n")
-                output[:] = rest
-                answer = json.loads(line)
-                yield Finding(
-                    Status(answer["status"]), answer["found"], answer["advice"]
-                )
-        finally:
-            _end(process)
+def _skipped(name: str) -> Finding:
+    return warning(f"not looked at, because of {name}", "Fix that first.")
 
 
-def _start(checks: Sequence[Check]) -> subprocess.Popen[bytes]:
-    looks = (
-        f"{check.look.__module__} {check.look.__name__} {check.seconds}"
-        for check in checks
-    )
-    return subprocess.Popen(
-        command(serve, *looks),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that _end() ends its children, too
-    )
-
-
-def _wait(process: subprocess.Popen[bytes], output: bytearray, seconds: float) -> str:
+def _wait(pid: int, fd: int, output: bytearray, seconds: float) -> str:
     """Read until an answer is complete; return why none comes, or ""."""
-    assert process.stdout is not None
     until = time.monotonic() + seconds
     while b"\n" not in output.partition(_MARK)[2]:
         rest = max(until - time.monotonic(), 0)
-        if not select.select([process.stdout], [], [], rest)[0]:
+        if not select.select([fd], [], [], rest)[0]:
             return f"no answer after {seconds:g} s"
-        data = os.read(process.stdout.fileno(), 65536)
+        data = os.read(fd, 65536)
         if not data:
-            status = process.wait()
-            if status >= 0:
-                return f"the check's process ended with status {status}"
-            name = signal.Signals(-status).name
-            return f"the check's process was ended by {name}"
+            code = _end(pid)
+            if code >= 0:
+                return f"the check's process ended with status {code}"
+            return f"the check's process was ended by {signal.Signals(-code).name}"
         output += data
     return ""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its children."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_END_SECONDS)  # a driver may hold it for longer
-    assert process.stdout is not None
-    process.stdout.close()
+def _end(pid: int) -> int:
+    """End the process, if it still runs, and its children; return its exit code."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    until = time.monotonic() + _END_SECONDS
+    with suppress(ChildProcessError):  # it was waited for before
+        while time.monotonic() < until:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+    return 0
 
 
-def serve(*looks: str) -> None:
-    """Run these checks in this process, and print their findings."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    for words in looks:
-        module, function, seconds = words.split()
-        signal.alarm(int(float(seconds)) + _GRACE_SECONDS)  # if the doctor is gone
-        if module.endswith(".gpus"):
-            os.environ.update(_NO_CACHES)
-        look: Callable[[], Finding] = getattr(importlib.import_module(module), function)
-        found = json.dumps(asdict(Check(function, look, 0, "").run()))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.stdout: the check may have written half a line.
-        os.write(1, _MARK + f"{found}\n".encode())
-    os._exit(0)  # even if a check has left threads
+def _serve(checks: Sequence[Check], fd: int, seconds: int) -> NoReturn:
+    """Make the checks in this process, and write their findings."""
+    try:
+        os.setpgid(0, 0)  # so that _end() ends its children, too
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in (1, 2):
+            os.dup2(fd, stream)
+        printed = open(1, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stdout = sys.stderr = printed
+        bad: set[str] = set()
+        for check in checks:
+            signal.alarm(seconds)  # if the doctor is gone
+            if check.look.__module__.endswith(".gpus"):
+                os.environ.update(_NO_CACHES)
+            is_blocked = check.needs in bad
+            finding = _skipped(check.needs) if is_blocked else check.run()
+            if is_blocked or finding.status is Status.PROBLEM:
+                bad.add(check.name)
+            printed.flush()
+            os.write(1, _MARK + json.dumps(astuple(finding)).encode() + b"\n")
+    finally:
+        os._exit(0)  # even if a check has left threads

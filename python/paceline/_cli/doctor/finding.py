@@ -27,10 +27,6 @@ class Finding:
     advice: str = ""  # what it means, and what to do; may be empty if all is well
 
 
-class BlockedError(Exception):
-    """A check cannot run, for a reason that another check reports."""
-
-
 @dataclass(frozen=True)
 class Check:
     """One check."""
@@ -38,17 +34,13 @@ class Check:
     name: str  # what the output and the JSON object call it
     # Reads the machine and judges; an exception is a problem.
     look: Callable[[], Finding]
-    seconds: float = 20.0  # how long it may take
-    hint: str = FAILED  # what to do if it crashes or takes longer
+    hint: str = FAILED  # what to do if it crashes or hangs
+    needs: str = ""  # the check without whose success this one is skipped
 
     def run(self) -> Finding:
         """Run the check; an exception is a problem."""
         try:
             return self.look()
-        except KeyboardInterrupt:
-            raise
-        except BlockedError as error:
-            return warning(f"not looked at: {error}", "Fix that first.")
         except BaseException as error:  # SystemExit, too, from a module's import
             return problem(describe(error), FAILED)
 

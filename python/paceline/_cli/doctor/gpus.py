@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline._cli.doctor import imports
 from paceline._cli.doctor.finding import (
     MIB,
     Finding,
@@ -31,10 +30,11 @@ _HIDES_ALL = ("", "-1", "NoDevFiles")
 
 def look_driver() -> Finding:
     """Start the driver, and count NVIDIA's cards."""
-    native = imports.native()
+    from paceline import _native
+
     version, error_text = 0, ""
     try:
-        version = native.driver_version(None)
+        version = _native.driver_version(None)
     except Exception as error:
         error_text = describe(error)
     return judge_driver(
@@ -140,8 +140,9 @@ def _major(build: str) -> int:
 
 def look_gpus() -> Finding:
     """Ask torch for its GPUs, load the kernels for each, and open NCCL."""
-    gpu = imports.gpus()
-    machine = gpu.machine
+    from paceline import _gpu
+
+    machine = _gpu.machine
     libnccl = os.environ.get("PACELINE_LIBNCCL")
     why_none = machine.why_unusable()
     if why_none and not libnccl:
@@ -154,16 +155,16 @@ def look_gpus() -> Finding:
         kinds[f"{name} ({n_bytes}, compute capability {capability})"] += 1
     found = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or why_none
     try:
-        sources = {gpu.open_device(index).kernels for index in range(n_gpus)}
+        sources = {_gpu.open_device(index).kernels for index in range(n_gpus)}
     except Exception as error:
         return problem(
             f"{found}: {describe(error)}",
             "Gradients on GPUs need kernels: those that nvcc built into the package, "
             "or those that torch's NVRTC compiles (pip install torch with its CUDA "
-            f"packages); NVRTC is {gpu.find_library('nvrtc')}.",
+            f"packages); NVRTC is {_gpu.find_library('nvrtc')}.",
         )
     try:
-        version = machine.nccl_version(gpu.find_library("nccl"))
+        version = machine.nccl_version(_gpu.find_library("nccl"))
     except Exception as error:
         return problem(
             f"{found}: {describe(error)}",
@@ -200,7 +201,9 @@ def _has_driver() -> bool:
     if not _torch_build().startswith("CUDA"):
         return False
     try:
-        imports.native().driver_version(None)
+        from paceline import _native
+
+        _native.driver_version(None)
     except Exception:  # the check of the driver reports why
         return False
     return True
@@ -228,18 +231,19 @@ COPIES_HANG = (
 
 def look_gpu_links() -> Finding:
     """Copy a pattern to each GPU, between all pairs, and back, and compare."""
-    gpu = imports.gpus()
-    if gpu.machine.why_unusable():
+    from paceline import _gpu, _native
+
+    if _gpu.machine.why_unusable():
         return judge_gpu_links(0, {})
-    n_gpus = gpu.machine.count()
-    devices = [gpu.open_device(index) for index in range(n_gpus)]
-    group = imports.native().DeviceGroup(devices)
+    n_gpus = _gpu.machine.count()
+    devices = [_gpu.open_device(index) for index in range(n_gpus)]
+    group = _native.DeviceGroup(devices)
     n_wrong: Counter[tuple[str, str]] = Counter()
     for round_number in range(_N_ROUNDS):
         for index in range(n_gpus):
             # Every element differs from its neighbours, and from other GPUs and rounds.
             start = (round_number * n_gpus + index) * _N_ELEMS
-            n_wrong += _copy_from(gpu.machine, group, n_gpus, index, start)
+            n_wrong += _copy_from(_gpu.machine, group, n_gpus, index, start)
     return judge_gpu_links(n_gpus, n_wrong)
 
 
@@ -247,7 +251,8 @@ def _copy_from(
     machine: Any, group: Any, n_gpus: int, index: int, start: int
 ) -> Counter[tuple[str, str]]:
     """Copy a pattern to a GPU, and from there to all others; count what is wrong."""
-    torch = imports.torch()
+    import torch
+
     expected = torch.arange(start, start + _N_ELEMS, dtype=torch.int32)
     source = torch.empty(_N_ELEMS, dtype=torch.int32, device=machine.device(index))
     source.copy_(expected)

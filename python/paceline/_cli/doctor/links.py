@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import hmac
+import multiprocessing
 import os
-import subprocess
 import time
 from array import array
 from typing import Any
 
-from paceline._cli.doctor import apart, imports
 from paceline._cli.doctor.finding import Finding, describe, ok, problem, size
 
 N_RANKS = 2
@@ -23,53 +22,55 @@ _N_PERIODS = 2048
 _N_ELEMS = _PERIOD * _N_PERIODS
 _N_BYTES = 4 * _N_ELEMS
 _N_ROUNDS = 3
-SECONDS = 20.0
+_SECONDS = 20.0
+_LAST_SECONDS = 1.0  # for the words of rank 1, once rank 0 has failed
+_fork = multiprocessing.get_context("fork")  # nothing has started a thread yet
 
 
 def look_links() -> Finding:
     """Start the second rank, act as the first, and add up the pattern."""
+    from paceline import _native
+
     began = time.monotonic()
-    listener = imports.native().Listener()
-    with subprocess.Popen(
-        apart.command(be_rank_1, listener.address, str(os.getpid())),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as other:
-        try:
-            world = meet(0, [os.getpid(), other.pid], listener)
-            n_wrong = all_reduce_patterns(world)
-            world.leave()
-            lines = (other.communicate(timeout=SECONDS)[0] or "").strip().splitlines()
-        except Exception as error:
-            other.kill()
-            lines = (other.communicate()[0] or "").strip().splitlines()
-            rank_1 = f"; rank 1: {lines[-1]}" if lines else ""
-            return judge_links(0, 0, f"{describe(error)}{rank_1}")
-    if other.returncode != 0 or not lines or not lines[-1].isdecimal():
-        words = lines[-1] if lines else f"status {other.returncode}"
-        return judge_links(0, 0, f"rank 1 failed: {words}")
-    return judge_links(time.monotonic() - began, n_wrong + int(lines[-1]))
+    listener = _native.Listener()
+    here, there = _fork.Pipe()
+    other = _fork.Process(target=_be_rank_1, args=(listener.address, there))
+    other.start()
+    there.close()
+    n_wrong, error = _add_up(0, [os.getpid(), other.pid], listener)
+    n_more, others_error = 0, ""
+    try:
+        if not error or here.poll(_LAST_SECONDS):
+            n_more, others_error = here.recv()
+    except EOFError:
+        others_error = "its process has ended"
+    other.kill()
+    if others_error:
+        error = f"{error or 'no sums'}; rank 1: {others_error}"
+    return judge_links(time.monotonic() - began, n_wrong + n_more, error)
 
 
-def be_rank_1(address: str, pid: str) -> None:
-    """Act as the second rank, and print how many elements were wrong."""
-    world = meet(1, [int(pid), os.getpid()], address)
-    n_wrong = all_reduce_patterns(world)
-    world.leave()
-    print(n_wrong, flush=True)
+def _be_rank_1(address: str, answers: Any) -> None:
+    answers.send(_add_up(1, [os.getppid(), os.getpid()], address))
 
 
-def meet(rank: int, pids: list[int], meeting: Any) -> Any:
-    """Make the world; this check needs no secret."""
-    prove = functools.partial(hmac.digest, b"", digest="sha256")
-    return imports.native().RankWorld(
-        rank, N_RANKS, _N_BYTES, 2, SECONDS, pids, meeting, prove=prove
-    )
+def _add_up(rank: int, pids: Any, meeting: Any) -> tuple[int, str]:
+    """Act as a rank; return how many elements were wrong, or why it failed."""
+    from paceline import _native
+
+    prove = functools.partial(hmac.digest, b"", digest="sha256")  # without a secret
+    try:
+        world = _native.RankWorld(
+            rank, N_RANKS, _N_BYTES, 2, _SECONDS, pids, meeting, prove=prove
+        )
+        n_wrong = _all_reduce_patterns(world)
+        world.leave()
+    except Exception as error:
+        return 0, describe(error)
+    return n_wrong, ""
 
 
-def all_reduce_patterns(world: Any) -> int:
+def _all_reduce_patterns(world: Any) -> int:
     """Add up the ranks' patterns, several times; return how many elements are wrong."""
     memory = memoryview(world).cast("B")
     n_wrong = 0

@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 
 from paceline import _cgroup, _environment
-from paceline._cli.doctor import imports
 from paceline._cli.doctor.finding import (
     GIB,
     Finding,
@@ -200,9 +199,10 @@ _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 def look_cores() -> Finding:
     """Run an operator on all threads, and read the affinity that it leaves."""
+    import torch
+
     # The doctor itself has not started OpenMP.
     n_affinity = len(os.sched_getaffinity(os.getppid()))
-    torch = imports.torch()
     torch.ones(1 << 20).add_(1)
     return judge_cores(
         n_machine=os.cpu_count() or n_affinity,
