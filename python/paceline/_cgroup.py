@@ -7,11 +7,19 @@ path that the kernel reports may lie outside of the mount; then the mount is the
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
 _MOUNT = "sys/fs/cgroup"
+
+
+def threads_of_each(n_ranks: int) -> int:
+    """Return each rank's share of the cores, by this thread's affinity and quota."""
+    n_cores = min(len(os.sched_getaffinity(0)), cpu_quota() or math.inf)
+    return max(int(n_cores) // n_ranks, 1)
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:

@@ -18,6 +18,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
+from paceline import _cgroup
 from paceline._launch import launch as launch_module
 from paceline._launch import payloads, processes, ranks
 from paceline._launch.messages import Call, Failure
@@ -93,19 +94,19 @@ def test_a_rank_resembles_its_caller(monkeypatch):
 @pytest.mark.parametrize(
     ("n_cores", "quota", "n", "expected"),
     [
-        (8, None, 2, [4, 4]),
-        (7, None, 3, [2, 2, 3]),
-        (2, None, 2, [1, 1]),
-        (2, None, 3, [1, 1, 1]),
-        (8, 4.0, 2, [2, 2]),
-        (8, 0.5, 1, [1]),
-        (4, 64.0, 1, [4]),
+        (8, None, 2, 4),
+        (7, None, 3, 2),
+        (2, None, 2, 1),
+        (2, None, 3, 1),
+        (8, 4.0, 2, 2),
+        (8, 0.5, 1, 1),
+        (4, 64.0, 1, 4),
     ],
 )
-def test_ranks_have_their_shares_of_the_cores(monkeypatch, n_cores, quota, n, expected):
+def test_ranks_have_equal_shares_of_the_cores(monkeypatch, n_cores, quota, n, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(n_cores)))
-    monkeypatch.setattr(processes._cgroup, "cpu_quota", lambda: quota)
-    assert processes._count_threads(n) == expected
+    monkeypatch.setattr(_cgroup, "cpu_quota", lambda: quota)
+    assert _cgroup.threads_of_each(n) == expected
 
 
 def test_a_class_made_here_is_trained_with_averaged_gradients():

@@ -99,15 +99,10 @@ def _dispatch(arguments: list[str]) -> int:
     is_word = re.fullmatch(r"[\w-]+", first) and not os.path.exists(first)
     if first != "run" and is_word and (question := meant(first, _KNOWN)):
         _refuse(f"unknown word {first}{question}")
-    return _run(program)
-
-
-def _run(arguments: list[str]) -> NoReturn:
-    """Replace this process by a Python program."""
     from paceline._cli import run
 
     try:
-        run.run(arguments)
+        run.run(program)
     except run.UsageError as error:
         _refuse(str(error))
 

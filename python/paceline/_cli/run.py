@@ -63,8 +63,7 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
         raise UsageError(f"-n {n} and --nproc-per-node {given.nproc_per_node}: give -n")
     if given.nnodes not in ("1", "1:1") or given.rdzv_endpoint or given.node_rank:
         raise UsageError("run -n is for one machine: for several, call torchrun")
-    n_cores = min(len(os.sched_getaffinity(0)), _cgroup.cpu_quota() or sys.maxsize)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(n_cores) // int(n))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(_cgroup.threads_of_each(int(n))))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not os.environ.get(_environment.SECRET):
         os.environ[_environment.SECRET] = secrets.token_hex(32)

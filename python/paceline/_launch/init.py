@@ -275,16 +275,9 @@ def _variables_of_launchers() -> dict[str, str]:
 
 def _export_variables(launch: Launch) -> list[str]:
     """Set the variables that are missing; return their names."""
-    values = {
-        variables.RANK: launch.rank,
-        variables.WORLD_SIZE: launch.world_size,
-        variables.LOCAL_RANK: launch.local_rank,
-        variables.LOCAL_WORLD_SIZE: launch.local_world_size,
-        variables.MASTER_ADDR: launch.master_addr,
-        variables.MASTER_PORT: launch.master_port,
-    }
     added = []
-    for name, value in values.items():
+    for name in variables.ALL:
+        value = getattr(launch, name.lower())
         is_known = value is not None and value != -1
         if launch.launcher != "none" and is_known and not os.environ.get(name):
             os.environ[name] = _added[name] = str(value)
@@ -373,7 +366,7 @@ def _launch_of(rank: int, size: int) -> Launch:
         launch = Launch("unknown", rank, size)
     if (launch.rank, launch.world_size) != (rank, size):
         launch = Launch("unknown", rank, size)
-    text = os.environ.get(variables.LOCAL_RANK, "")
+    text = os.environ.get("LOCAL_RANK", "")
     if launch.local_rank is None and text.isascii() and text.isdigit():
         launch = dataclasses.replace(launch, local_rank=int(text))
     return launch

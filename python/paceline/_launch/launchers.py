@@ -1,17 +1,8 @@
 """Find the launcher that started this process, by environment variables alone.
 
 Several launchers may have set variables: torchrun runs inside srun, mpirun inside an
-allocation of SLURM.  The first complete set counts, from the innermost launcher on:
-
-1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT`` if there are
-   several ranks: set by torchrun, or by the user;
-2. Open MPI's mpirun, then the Hydra of MPICH and Intel MPI, unless srun itself speaks
-   MPI's protocol (``srun --mpi=pmi2``) and has given this process the same number;
-3. ``TF_CONFIG``;
-4. SLURM's srun;
-5. none: a world of one process.
-
-If ``MASTER_ADDR`` and ``MASTER_PORT`` are set, they count with each of them.
+allocation of SLURM.  The first complete set counts, from the innermost launcher on; the
+docstring of :func:`paceline.init` lists them.
 """
 
 from __future__ import annotations
@@ -19,22 +10,13 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 from paceline._launch import slurm, variables
 from paceline._launch.tf_config import from_tf_config
-from paceline._launch.variables import (
-    LOCAL_RANK,
-    LOCAL_WORLD_SIZE,
-    MASTER_ADDR,
-    MASTER_PORT,
-    RANK,
-    WORLD_SIZE,
-    Launch,
-    Variables,
-)
+from paceline._launch.variables import Launch, Variables
 
-_NUMBERS = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)
-_ALL = (*_NUMBERS, MASTER_ADDR, MASTER_PORT)
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_PORT = 29500
 """torch's default, if nothing tells the jobs of a host apart."""
 _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
@@ -55,13 +37,13 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
             or slurm.from_slurm(found)
         )
         launch = _alone(found) if launch is None else _agreed(found, launch)
-    _check_ranges(found, launch)
+    _check_ranges(launch)
     return launch
 
 
 def _from_torchrun(found: Variables) -> Launch | None:
-    rank, size = found.number(RANK), found.number(WORLD_SIZE, least=1)
-    addr, port = found.text(MASTER_ADDR), found.port()
+    rank, size = found.number("RANK"), found.number("WORLD_SIZE", least=1)
+    addr, port = found.text("MASTER_ADDR"), found.port()
     if rank is None or size is None:
         return None
     if size > 1 and not (addr and port):
@@ -70,8 +52,8 @@ def _from_torchrun(found: Variables) -> Launch | None:
         "torchrun" if found.has("TORCHELASTIC_RUN_ID") else "environment",
         rank,
         size,
-        found.number(LOCAL_RANK),
-        found.number(LOCAL_WORLD_SIZE, least=1),
+        found.number("LOCAL_RANK"),
+        found.number("LOCAL_WORLD_SIZE", least=1),
         addr or None,
         port,
     )
@@ -105,7 +87,8 @@ def _from_mpi(
     local_size = found.number(local[1], least=1)
     addr, port = None, None
     if size > 1:
-        addr = found.text(MASTER_ADDR) or ("127.0.0.1" if local_size == size else None)
+        on_one_host = "127.0.0.1" if local_size == size else None
+        addr = found.text("MASTER_ADDR") or on_one_host
         port = found.port() or _mpi_port(found)
         if addr is None:
             raise ValueError(
@@ -127,14 +110,12 @@ def _mpi_port(found: Variables) -> int:
 
 def _alone(found: Variables) -> Launch:
     """Return a world of one process; raise if variables hint at more."""
-    if any(map(found.has, _ALL)):
-        missing = [
-            n for n in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if not found.has(n)
-        ]
+    if any(map(found.has, variables.ALL)):
+        missing = [name for name in _NEEDED if not found.has(name)]
         raise ValueError(
-            f"{found.show(*_ALL)} set, but not {', '.join(missing)}: set RANK, "
-            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does, or unset them "
-            "all to train in one process"
+            f"{found.show(*variables.ALL)} set, but not {', '.join(missing)}: set "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does, or unset "
+            "them all to train in one process"
         )
     note = ""
     tasks = found.number("SLURM_NTASKS")
@@ -148,24 +129,21 @@ def _agreed(found: Variables, launch: Launch) -> Launch:
 
     Variables of other launchers do not count here: they have been found incomplete.
     """
-    given = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
-    for name, value in zip(_NUMBERS, given, strict=True):
-        number = found.number(name)
-        if value is not None and number is not None and number != value:
+    added: dict[str, Any] = {}
+    for name in variables.NUMBERS:
+        value, number = getattr(launch, name.lower()), found.number(name)
+        if value is None:
+            added[name.lower()] = number
+        elif number is not None and number != value:
             raise ValueError(
                 f"{name} is {number}, but {value} by the variables of the launcher "
                 f"({launch.launcher}): unset {name}, or set RANK, WORLD_SIZE, "
                 "MASTER_ADDR and MASTER_PORT, which then count alone"
             )
-    local_rank, local_size = found.number(LOCAL_RANK), found.number(LOCAL_WORLD_SIZE)
-    return dataclasses.replace(
-        launch,
-        local_rank=local_rank if launch.local_rank is None else launch.local_rank,
-        local_world_size=launch.local_world_size or local_size,
-    )
+    return dataclasses.replace(launch, **added)
 
 
-def _check_ranges(found: Variables, launch: Launch) -> None:
+def _check_ranges(launch: Launch) -> None:
     """Raise if a rank is not below the number of ranks, in all or on its host."""
     size, local_size = launch.world_size, launch.local_world_size
     by = f"by the variables of the launcher ({launch.launcher})"

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from paceline import _native
@@ -57,7 +58,5 @@ def _set_streams() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError, AttributeError):
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue

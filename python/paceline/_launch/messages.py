@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,12 @@ def unpack_exception(packed: bytes) -> tuple[Exception | None, str, str]:
     The exception is None if it cannot be rebuilt here.
     """
     whole, parts, name, text = pickle.loads(packed)
-    return _rebuild(whole, parts), name, text
+    for rebuild, form in ((pickle.loads, whole), (_from_parts, parts)):
+        with suppress(Exception):  # it may be None, too
+            error = rebuild(form)
+            if isinstance(error, Exception):
+                return error, name, text
+    return None, name, text
 
 
 def _try_pickle(value: Any) -> bytes | None:
@@ -67,22 +73,9 @@ def _try_pickle(value: Any) -> bytes | None:
     return pickled
 
 
-def _try_unpickle(pickled: bytes | None) -> Any:
-    try:
-        return None if pickled is None else pickle.loads(pickled)
-    except Exception:
-        return None
-
-
-def _rebuild(whole: bytes | None, parts: bytes | None) -> Exception | None:
-    """Return the exception, or None if it cannot be rebuilt here."""
-    error = _try_unpickle(whole)
-    if isinstance(error, Exception):
-        return error
-    try:  # its constructor may need other arguments than those in `args`
-        kind, args, attributes = _try_unpickle(parts)
-        error = kind.__new__(kind, *args)
-        error.__dict__.update(attributes)
-    except Exception:
-        return None
-    return error if isinstance(error, Exception) else None
+def _from_parts(packed: Any) -> Any:
+    """Make an exception whose constructor may need other arguments than its `args`."""
+    kind, args, attributes = pickle.loads(packed)
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error

@@ -268,7 +268,7 @@ class Processes:
 
     def start(self, call: Call, environs: Sequence[Mapping[str, str]]) -> None:
         """Start a rank for each of `environs`: its variables besides the caller's."""
-        counts = _count_threads(len(environs))
+        common = _environment(_cgroup.threads_of_each(len(environs)))
         with contextlib.ExitStack() as ranks_own:
             call_fd = _open_memory(ranks_own)
             with open(call_fd, "wb", closefd=False) as file:
@@ -278,8 +278,7 @@ class Processes:
             ranks_own.callback(os.close, pipe_fd)
             inherited = call_fd, caller_fd, pipe_fd
             for rank, environ in enumerate(environs):
-                everything = {**_environment(counts[rank]), **environ}
-                self._processes.append(_Process(rank, everything, inherited))
+                self._processes.append(_Process(rank, {**common, **environ}, inherited))
 
     def wait(self, seconds: float | None) -> tuple[int, bytes | str] | None:
         """Wait for a rank's outcome; return rank and outcome, each rank once.
@@ -349,16 +348,6 @@ def _close_in_forked_children() -> None:
 def _forget_all() -> None:
     for processes in list(_open):
         processes.forget()
-
-
-def _count_threads(n: int) -> list[int]:
-    """Divide the cores of this thread among n ranks, at least one each."""
-    n_cores = len(os.sched_getaffinity(0))
-    counts = [n_cores * (k + 1) // n - n_cores * k // n for k in range(n)]
-    quota = _cgroup.cpu_quota()  # a container may have all cores for part of the time
-    if quota is not None and quota < n_cores:
-        counts = [min(count, int(quota) // n) for count in counts]
-    return [max(1, count) for count in counts]
 
 
 def _environment(n_threads: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import _environment
-from paceline._launch import payloads, rank, variables
+from paceline._launch import payloads, rank
 from paceline._launch.messages import Call, Failure, unpack_exception
 from paceline._launch.processes import Processes
 
@@ -104,17 +104,14 @@ def _make_store() -> Any:
 def _environs(n: int, port: int) -> list[dict[str, str]]:
     """Return the variables of each rank besides the caller's."""
     common = {
-        variables.WORLD_SIZE: str(n),
-        variables.LOCAL_WORLD_SIZE: str(n),
-        variables.MASTER_ADDR: _ADDRESS,
-        variables.MASTER_PORT: str(port),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": _ADDRESS,
+        "MASTER_PORT": str(port),
         _environment.SECRET: secrets.token_hex(32),
         **rank.OWN_VARIABLES,
     }
-    return [
-        {**common, variables.RANK: str(k), variables.LOCAL_RANK: str(k)}
-        for k in range(n)
-    ]
+    return [{**common, "RANK": str(k), "LOCAL_RANK": str(k)} for k in range(n)]
 
 
 # ---- waiting ------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def from_slurm(found: Variables) -> Launch | None:
     addr, port = None, None
     if size > 1:
         _refuse_shell(found, size)
-        addr = found.text(variables.MASTER_ADDR) or _first_host_of(found)
+        addr = found.text("MASTER_ADDR") or _first_host_of(found)
         port = found.port() or _port_of(found)
     return Launch(
         "slurm",

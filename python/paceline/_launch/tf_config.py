@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from paceline._launch import variables
 from paceline._launch.variables import Launch, Variables
 
 _TRAINING = ("chief", "worker")
@@ -35,7 +34,7 @@ def from_tf_config(found: Variables) -> Launch | None:
     addr, port = None, None
     if len(ranks) > 1:
         addr, port = _host_and_port(ranks[0])
-        addr = found.text(variables.MASTER_ADDR) or addr
+        addr = found.text("MASTER_ADDR") or addr
         port = found.port() or port
     hosts = [_host_and_port(address)[0] for address in ranks]
     return Launch(

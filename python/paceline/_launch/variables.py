@@ -12,13 +12,9 @@ Launcher = Literal["torchrun", "environment", "openmpi", "mpich", "tf_config", "
                    "none", "unknown"]
 # fmt: on
 
-RANK = "RANK"
-WORLD_SIZE = "WORLD_SIZE"
-LOCAL_RANK = "LOCAL_RANK"
-LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-MASTER_ADDR = "MASTER_ADDR"
-MASTER_PORT = "MASTER_PORT"
-
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ALL = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT")
+"""Those of torchrun; in small letters, they are fields of :class:`Launch`."""
 FIRST_PORT = 12000
 N_PORTS = 20000
 """Ports that are derived from a job: below those that Linux assigns by itself."""
@@ -77,7 +73,7 @@ class Variables:
 
     def port(self) -> int | None:
         """Return ``MASTER_PORT``; None if it is not set."""
-        port = self.number(MASTER_PORT, least=1)
+        port = self.number("MASTER_PORT", least=1)
         if port is not None and port > 65535:
             raise ValueError(f"MASTER_PORT is {port}: ports go from 1 to 65535")
         return port

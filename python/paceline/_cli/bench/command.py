@@ -54,36 +54,21 @@ _LEFT_COLUMNS = 2
 
 @dataclass(frozen=True)
 class StepRow:
-    """The steps of one contestant on one model.
-
-    Attributes
-    ----------
-    n_parallel : int
-        Ranks or replicas; 1 for the plain module.
-    n_threads : int
-        Threads of a rank, or of the process that has all replicas.
-    step_ms : float
-        The median over rounds.
-    samples_per_second : float
-    against_plain, against_torch : list of float
-        For each round, its relative speed; empty if it is not compared.
-    """
+    """The steps of one contestant on one model."""
 
     model: str
     contestant: str
-    n_parallel: int
-    n_threads: int
-    step_ms: float
+    n_parallel: int  # ranks or replicas; 1 for the plain module
+    n_threads: int  # of a rank, or of the process that has all replicas
+    step_ms: float  # the median over rounds
     samples_per_second: float
-    against_plain: list[float]
-    against_torch: list[float]
+    against_plain: list[float]  # the relative speed in each round; may be empty
+    against_torch: list[float]  # likewise
 
 
 def main(arguments: Sequence[str], program: str) -> int:
     """Run ``bench`` with its arguments; return the exit status."""
-    quota = _cgroup.cpu_quota()
-    n_cores = len(os.sched_getaffinity(0))
-    n_cores = max(int(min(n_cores, quota or n_cores)), 1)
+    n_cores = _cgroup.threads_of_each(1)
     options, worlds, device_type = _read(arguments, program, n_cores)
     is_busy = os.getloadavg()[0] > _MAX_LOAD * n_cores
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ class Status(str, enum.Enum):
     """The status of a finding, as in the JSON object."""
 
     OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
+    WARNING = "warning"  # training is slower, or fails in some cases
+    PROBLEM = "problem"  # something does not work
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Finding:
     status: Status
     found: str
     advice: str = ""  # what it means, and what to do; may be empty if all is well
+
+
+ok = functools.partial(Finding, Status.OK)
+warning = functools.partial(Finding, Status.WARNING)
+problem = functools.partial(Finding, Status.PROBLEM)
 
 
 @dataclass(frozen=True)
@@ -43,21 +49,6 @@ class Check:
             return self.look()
         except BaseException as error:  # SystemExit, too, from a module's import
             return problem(describe(error), FAILED)
-
-
-def ok(found: str, advice: str = "") -> Finding:
-    """Return a finding that all is well."""
-    return Finding(Status.OK, found, advice)
-
-
-def warning(found: str, advice: str) -> Finding:
-    """Return a finding that makes training slower, or fail in some cases."""
-    return Finding(Status.WARNING, found, advice)
-
-
-def problem(found: str, advice: str) -> Finding:
-    """Return a finding that something does not work."""
-    return Finding(Status.PROBLEM, found, advice)
 
 
 def describe(error: BaseException) -> str:

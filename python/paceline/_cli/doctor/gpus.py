@@ -30,21 +30,23 @@ _HIDES_ALL = ("", "-1", "NoDevFiles")
 
 def look_driver() -> Finding:
     """Start the driver, and count NVIDIA's cards."""
-    from paceline import _native
-
-    version, error_text = 0, ""
-    try:
-        version = _native.driver_version(None)
-    except Exception as error:
-        error_text = describe(error)
     return judge_driver(
-        version,
-        error_text,
+        *_driver_version(),
         n_cards=_count_cards(),
         build=_torch_build(),
         is_named=bool(os.environ.get("PACELINE_LIBCUDA")),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
+
+
+def _driver_version() -> tuple[int, str]:
+    """Start the driver; return its version, or 0 and why it cannot be started."""
+    from paceline import _native
+
+    try:
+        return _native.driver_version(None), ""
+    except Exception as error:
+        return 0, describe(error)
 
 
 def _count_cards(root: Path = Path("/")) -> int:
@@ -69,30 +71,14 @@ def _torch_build() -> str:
 
 
 def judge_driver(
-    version: int = 0,
-    error: str = "",
-    n_cards: int = 0,
-    build: str = "",
-    is_named: bool = False,
-    visible: str | None = None,
+    version: int = 0,  # the CUDA version that the driver serves, such as 13000
+    error: str = "",  # why the driver cannot be started
+    n_cards: int = 0,  # NVIDIA's cards on the PCI bus
+    build: str = "",  # what torch is built for; empty if it cannot be imported
+    is_named: bool = False,  # PACELINE_LIBCUDA names the library
+    visible: str | None = None,  # CUDA_VISIBLE_DEVICES
 ) -> Finding:
-    """Judge whether driver, cards and torch fit together.
-
-    Parameters
-    ----------
-    version : int
-        The CUDA version that the driver serves, such as 13000.
-    error : str
-        Why the driver cannot be started.
-    n_cards : int
-        NVIDIA's cards on the PCI bus.
-    build : str
-        What torch is built for; empty if it cannot be imported.
-    is_named : bool
-        Whether ``PACELINE_LIBCUDA`` names the library.
-    visible : str or None
-        The value of ``CUDA_VISIBLE_DEVICES``.
-    """
+    """Judge whether driver, cards and torch fit together."""
     is_cuda = build.startswith("CUDA")
     if error:
         found = error
@@ -146,7 +132,8 @@ def look_gpus() -> Finding:
     libnccl = os.environ.get("PACELINE_LIBNCCL")
     why_none = machine.why_unusable()
     if why_none and not libnccl:
-        return judge_no_gpu(why_none, has_driver=_has_driver())
+        has_driver = _torch_build().startswith("CUDA") and _driver_version()[0] > 0
+        return judge_no_gpu(why_none, has_driver)
     n_gpus = 0 if why_none else machine.count()
     kinds: Counter[str] = Counter()
     for index in range(n_gpus):
@@ -195,18 +182,6 @@ def judge_no_gpu(why_none: str, has_driver: bool) -> Finding:
         'See what `python -c "import torch; torch.cuda.init()"` says. On machines with '
         "NVSwitch the service nvidia-fabricmanager must run.",
     )
-
-
-def _has_driver() -> bool:
-    if not _torch_build().startswith("CUDA"):
-        return False
-    try:
-        from paceline import _native
-
-        _native.driver_version(None)
-    except Exception:  # the check of the driver reports why
-        return False
-    return True
 
 
 # ---- copies between GPUs ------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import platform
@@ -23,6 +22,7 @@ from paceline._cli.doctor.finding import (
     size,
     warning,
 )
+from paceline._cli.options import meant
 
 OLDEST_TORCH = (2, 4)
 
@@ -132,31 +132,28 @@ def _is_seconds(text: str) -> bool:
         return False
 
 
-_is_flag = re.compile("[01]").fullmatch
+# Those that may have any value, and those that are 0 or 1.
+_FREE: tuple[str, ...] = ("PACELINE_CFLAGS", "PACELINE_INSTALL", "PACELINE_RECORDER")
+_FREE += ("PACELINE_LIBCUDA", "PACELINE_LIBNCCL")
+_FLAGS: tuple[str, ...] = ("PACELINE_NCCL_BLOCKING", "PACELINE_NVCC")
+_FLAGS += ("PACELINE_STRICT", "PACELINE_WERROR")
 _is_check = re.compile("off|rotate|all").fullmatch
 _is_isa = re.compile("plain|neon|avx2|avx512").fullmatch
 VARIABLES: dict[str, tuple[Callable[[str], object], str]] = {
-    "PACELINE_CFLAGS": (str, ""),  # any value is right
+    **dict.fromkeys(_FREE, (str, "")),
+    **dict.fromkeys(_FLAGS, (re.compile("[01]").fullmatch, "0 or 1")),
     "PACELINE_CHECK": (_is_check, "off, rotate or all"),
     "PACELINE_CPU_REPLICAS": (
         re.compile(r"\s*\+?0*[1-9]\d*\s*").fullmatch,
         "a whole number from 1 on",
     ),
-    "PACELINE_INSTALL": (str, ""),
     "PACELINE_ISA": (_is_isa, "plain, neon, avx2 or avx512"),
-    "PACELINE_LIBCUDA": (str, ""),
-    "PACELINE_LIBNCCL": (str, ""),
     "PACELINE_LINK_TIMEOUT": (_is_seconds, "a positive number of seconds"),
-    "PACELINE_NCCL_BLOCKING": (_is_flag, "0 or 1"),
-    "PACELINE_NVCC": (_is_flag, "0 or 1"),
-    "PACELINE_RECORDER": (str, ""),
     "PACELINE_SECRET": (
         re.compile(".{16,}", re.DOTALL).fullmatch,
         "16 or more random characters, the same to every rank",
     ),
-    "PACELINE_STRICT": (_is_flag, "0 or 1"),
     "PACELINE_TIMEOUT": (_is_seconds, "a positive number of seconds"),
-    "PACELINE_WERROR": (_is_flag, "0 or 1"),
 }
 """Every variable of Paceline: a test of its value, and the right values in words."""
 
@@ -180,9 +177,9 @@ def judge_environment(environ: Mapping[str, str]) -> Finding:
             if value and not is_right(value):
                 wrong.append(f"{name} is {shown[name]!r}: give {words}.")
         elif is_unknown:
-            close = difflib.get_close_matches(name, VARIABLES, 1)
-            meant = f": did you mean {close[0]}?" if close else "."
-            doubtful.append(f"Paceline has no variable {name}{meant}")
+            doubtful.append(
+                f"Paceline has no variable {name}{meant(name, VARIABLES) or '.'}"
+            )
         elif name in _SLOW and value.upper() == _SLOW[name]:
             doubtful.append(f"{name}={value} is for debugging, and slow: unset it.")
     advice = " ".join([*wrong, *doubtful])
@@ -214,21 +211,13 @@ def look_cores() -> Finding:
 
 
 def judge_cores(
-    n_machine: int, n_affinity: int, quota: float | None, n_threads: int, n_bound: int
+    n_machine: int,  # cores
+    n_affinity: int,  # those that this process may use
+    quota: float | None,  # for how many cores the cgroup grants time
+    n_threads: int,  # of torch's operators
+    n_bound: int,  # cores that the main thread may use once operators have run
 ) -> Finding:
-    """Judge whether several ranks have a core each, and threads do not exceed cores.
-
-    Parameters
-    ----------
-    n_machine, n_affinity : int
-        The cores of the machine, and those that this process may use.
-    quota : float or None
-        For how many cores the cgroup grants time.
-    n_threads : int
-        The threads of torch's operators.
-    n_bound : int
-        The cores that the main thread may still use once operators have run.
-    """
+    """Judge whether several ranks have a core each, and threads do not exceed cores."""
     found = f"{n_affinity} of {count(n_machine, 'core')} by affinity"
     if quota is not None:
         found += f", time for {count(quota, 'core')} by the cgroup's quota"
