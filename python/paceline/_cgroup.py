@@ -30,8 +30,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
         if len(words) != 2:
             v1 = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             words = [_read(folder / name).strip() for name in v1]
-        quota, period = map(_number, words)
-        if quota and period:
+        if all(word.isdecimal() and int(word) for word in words):  # not "max" or "-1"
+            quota, period = map(int, words)
             quotas.append(quota / period)
     return min(quotas, default=None)
 
@@ -39,8 +39,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 def _folders(controller: str, root: Path) -> Iterator[Path]:
     """Yield the folders that may hold a controller's limits for this process."""
     for line in _read(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, controllers, path = line.split(":", 2)
         names = controllers.split(",")
         if number == "0" and not controllers:
             mounts = [root / _MOUNT, root / _MOUNT / "unified"]
@@ -59,8 +58,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
-
-
-def _number(text: str) -> int | None:
-    """Parse a whole number from 0; return None for "max", "-1" and other text."""
-    return int(text) if text.isdecimal() else None

@@ -341,7 +341,6 @@ def save(
     if _rank_and_ranks(process_group)[0] != 0:
         return
     state = _plain(obj, prefix == "strip")
-
     write_whole(Path(path), lambda file: save_summed(state, file))
     # Warn now, not at the restart, if load() would refuse the file.
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)

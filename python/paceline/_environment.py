@@ -17,6 +17,8 @@ SECRET = "PACELINE_SECRET"
 STRICT = "PACELINE_STRICT"
 _SECRET_CHARACTERS = 16
 
+agreed_start = ""  # set by ``paceline.init()`` if torchrun's store outlives starts
+
 
 def cpu_replicas() -> int | None:
     """Return the number in ``PACELINE_CPU_REPLICAS``, or None if it is not set."""
@@ -76,6 +78,12 @@ def secret() -> bytes | None:
 def of_launcher(name: str) -> str:
     """Return a variable of launchers or torch, or "N/A" as in torch's logs."""
     return os.environ.get(name, "N/A")
+
+
+def start() -> str:
+    """Return a name of this start of the ranks, unlike those of earlier starts."""
+    # torchrun's count differs between hosts once a rank of one host has failed.
+    return agreed_start or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def nccl_host() -> str:

@@ -134,9 +134,8 @@ def _is_locked(descriptor: int) -> bool:
 def _temporary(folder: int, target: str, mode: int) -> Iterator[tuple[str, int]]:
     while True:
         name = f"{_prefix_of(target)}{secrets.token_hex(8)}.part"
-        # The kernel applies the umask.
         flags = _FILE | os.O_CREAT | os.O_EXCL
-        descriptor = os.open(name, flags, mode, dir_fd=folder)
+        descriptor = os.open(name, flags, mode, dir_fd=folder)  # applies the umask
         if _is_locked(descriptor) and os.fstat(descriptor).st_nlink > 0:
             break
         os.close(descriptor)  # another writer removed it as left over

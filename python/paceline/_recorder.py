@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,7 +49,6 @@ IDLE, FORWARD, BACKWARD, FINISHING = 1, 2, 3, 4
 _LAYOUT = struct.Struct("<8s5I")
 _NOW = struct.Struct("<4q")
 _NOW_AT, _WHO_AT = 64, 128
-_SEQUENCE = struct.Struct("<Q")
 _STEP = struct.Struct("<Q12q24x")
 _BUCKET = struct.Struct("<4q")
 _MOST_TEXT = 200  # of each entry of `who`
@@ -176,8 +174,7 @@ class RecordingError(Exception):
     """A file does not hold steps that can be read; the message is one sentence."""
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """A bucket of a step.  Times are in nanoseconds; 0 if not known."""
 
     ready: int
@@ -186,8 +183,7 @@ class Bucket:
     n_bytes: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A finished step.  Times are nanoseconds of the host's clock; 0 if not known."""
 
     number: int
@@ -210,8 +206,7 @@ class Step:
         return self.forward_begin or self.backward_begin
 
 
-@dataclass(frozen=True)
-class Now:
+class Now(NamedTuple):
     """A process's activity, its begin, the step, and the rank it is waiting for."""
 
     activity: str
@@ -293,11 +288,10 @@ class Recording:
         at = self._header + index * self._record
         before = self._memory[at : at + self._kept_bytes]
         again = self._memory[at : at + self._kept_bytes]
-        (sequence,) = _SEQUENCE.unpack_from(before)
+        sequence, *fields = _STEP.unpack_from(before)
         # Two equal reads: the writer was idle, in whatever order its stores appear.
         if sequence == 0 or sequence % 2 or before != again:
             return None
-        _, *fields = _STEP.unpack_from(before)
         n_kept = max(fields[10], 0)
         rows = itertools.islice(_BUCKET.iter_unpack(before[_STEP.size :]), n_kept)
         whole: list[Any] = [*fields, tuple(Bucket(*row) for row in rows)]

@@ -18,7 +18,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from paceline import _cgroup
+from paceline import _cgroup, _environment
 from paceline._launch import launch as launch_module
 from paceline._launch import payloads, processes, ranks
 from paceline._launch.messages import Call, Failure
@@ -107,6 +107,12 @@ def test_ranks_have_equal_shares_of_the_cores(monkeypatch, n_cores, quota, n, ex
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(n_cores)))
     monkeypatch.setattr(_cgroup, "cpu_quota", lambda: quota)
     assert _cgroup.threads_of_each(n) == expected
+
+
+def test_ranks_agree_on_the_name_of_their_start():
+    first, second = paceline.launch(_environment.start, 2)
+    assert first == second
+    assert first.startswith("paceline/init/")
 
 
 def test_a_class_made_here_is_trained_with_averaged_gradients():

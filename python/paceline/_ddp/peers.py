@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from paceline import _messages, _native
+from paceline import _environment, _messages, _native
 from paceline._compat import torch_groups
 from paceline._ddp import forks, host_links
 from paceline._waiting import Patience
@@ -185,9 +185,8 @@ class Peers:
         if torch_groups.is_store_of_rank_0(group):
             self._store_host = "rank 0, which hosts the group's store,"
         name = torch_groups.group_name(group)
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         number = next(_wrap_numbers[name])
-        prefix = f"paceline/{name}/{restart}/{number}"
+        prefix = f"paceline/{name}/{_environment.start()}/{number}"
         self.store = forks.note(dist.PrefixStore(prefix, store))  # type: ignore[attr-defined]
         self._store = self.store
         self._in_time(self._tell_and_read_hosts)

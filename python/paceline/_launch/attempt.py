@@ -3,20 +3,20 @@
 torchrun keeps its store across restarts of the ranks, with all keys that dead ranks
 have written.  New ranks would read Gloo's old addresses and try to reach them.  So each
 start puts a prefix before all its keys.  The ranks agree on the prefix in the same
-store, in spite of old answers: a rank accepts only the answer that repeats the random
-number that it has just drawn.
+store, in spite of old answers: a rank counts its starts, and reads only the answer to
+the last one.  torchrun's own count does not do: it differs between hosts.
 
 ::
 
-    rank r    hello/r = its random number                   <token>/r = "there"
-    rank 0          answer/r = that, and the token ...  until all are there
+    rank r    starts/r += 1                              <prefix>/r = "there"
+    rank 0       answer/r/<starts> = the prefix ...  until all are there
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from paceline._waiting import Patience
@@ -33,44 +33,32 @@ def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> str:
     """
     patience = Patience(seconds)
     if rank == 0:
-        return _bring_together(store, range(1, size), patience)
-    drawn = secrets.token_hex(8)
-    store.set(f"{_PREFIX}/hello/{rank}", drawn)
-    answer = f"{_PREFIX}/answer/{rank}"
-    token = ""
-
-    def is_answered() -> bool:
-        nonlocal token
-        found = store.get(answer) if store.check([answer]) else b""
-        heard, _, token = found.decode(errors="replace").partition(" ")
-        return bool(heard == drawn)
-
-    _await(is_answered, patience, lambda: "rank 0 does not answer")
-    store.set(f"{_PREFIX}/{token}/{rank}", "there")
-    return f"{_PREFIX}/{token}"
+        return _bring_together(store, size, patience)
+    n_starts = store.add(f"{_PREFIX}/starts/{rank}", 1)
+    answer = f"{_PREFIX}/answer/{rank}/{n_starts}"
+    _await(lambda: store.check([answer]), patience, lambda: "rank 0 does not answer")
+    prefix: str = store.get(answer).decode(errors="replace")
+    store.set(f"{prefix}/{rank}", "there")
+    return prefix
 
 
-def _bring_together(store: Any, others: Iterable[int], patience: Patience) -> str:
+def _bring_together(store: Any, size: int, patience: Patience) -> str:
     """Act as rank 0: answer each rank until it has received the right answer."""
-    token = secrets.token_hex(8)
-    missing = set(others)
-    answered: dict[int, bytes] = {}
+    prefix = f"{_PREFIX}/{secrets.token_hex(8)}"
+    missing = set(range(1, size))
 
     def are_all_there() -> bool:
         for rank in sorted(missing):
-            hello = f"{_PREFIX}/hello/{rank}"
-            if store.check([f"{_PREFIX}/{token}/{rank}"]):
+            starts = f"{_PREFIX}/starts/{rank}"
+            if store.check([f"{prefix}/{rank}"]):
                 missing.discard(rank)
-            elif store.check([hello]):
-                drawn = store.get(hello)
-                if answered.get(rank) != drawn:  # the first may be an earlier rank's
-                    answered[rank] = drawn
-                    text = drawn.decode(errors="replace")
-                    store.set(f"{_PREFIX}/answer/{rank}", f"{text} {token}")
+            elif store.check([starts]):  # the last one may be an earlier rank's
+                n_starts = store.get(starts).decode(errors="replace")
+                store.set(f"{_PREFIX}/answer/{rank}/{n_starts}", prefix)
         return not missing
 
     _await(are_all_there, patience, lambda: f"ranks {sorted(missing)} have not come")
-    return f"{_PREFIX}/{token}"
+    return prefix
 
 
 def _await(

@@ -229,6 +229,7 @@ def _store_of_attempt(launch: Launch, timeout: timedelta | None) -> Any:
     prefix = agree_on_prefix(
         store, launch.rank, launch.world_size, timeout.total_seconds()
     )
+    _environment.agreed_start = prefix
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 

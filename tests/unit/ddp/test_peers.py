@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 
 import pytest
-from paceline import _native
+from paceline import _environment, _native
 from paceline._ddp import peers
 
 N_RANKS = 512
@@ -45,6 +45,24 @@ def store(monkeypatch):
     monkeypatch.setattr(peers.torch_groups, "group_name", lambda group: "a group")
     monkeypatch.setattr(peers.dist, "PrefixStore", lambda prefix, store: store)
     return found
+
+
+def test_ranks_whose_hosts_count_restarts_differently_meet_by_the_agreed_start(
+    monkeypatch, store
+):
+    """torchrun counts a failure only on the host of the rank that failed."""
+    prefixes = set()
+
+    def prefixed(prefix, store):
+        prefixes.add(prefix.rpartition("/")[0])
+        return store
+
+    monkeypatch.setattr(peers.dist, "PrefixStore", prefixed)
+    monkeypatch.setattr(_environment, "agreed_start", "one of all ranks")
+    for rank in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(rank))
+        peers.Peers(None, rank, 2)
+    assert prefixes == {"paceline/a group/one of all ranks"}
 
 
 def test_a_rank_asks_for_few_of_many_hosts_and_for_all_of_few(store):
