@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")
 _MOUNT = "sys/fs/cgroup"
 
 
@@ -22,7 +21,7 @@ def threads_of_each(n_ranks: int) -> int:
     return max(int(n_cores) // n_ranks, 1)
 
 
-def cpu_quota(root: Path = ROOT) -> float | None:
+def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the limit of CPU time in cores, such as 1.5; None if there is no limit."""
     quotas = []
     for folder in _folders("cpu", root):

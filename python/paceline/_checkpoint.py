@@ -151,7 +151,6 @@ def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _put_back(target: Any, state: Any) -> None:
-    """Load a state into an object."""
     if isinstance(target, torch.nn.Module):
         target = unwrap(target)
         state = _keys_for(target, state)

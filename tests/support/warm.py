@@ -233,7 +233,10 @@ def ranks_of_launch() -> Iterator[None]:
     from paceline._launch import processes
 
     stand_in = types.SimpleNamespace(
-        Popen=_Rank, DEVNULL=subprocess.DEVNULL, _args_from_interpreter_flags=list
+        Popen=_Rank,
+        DEVNULL=subprocess.DEVNULL,
+        PIPE=subprocess.PIPE,
+        _args_from_interpreter_flags=list,
     )
     with _replaced(processes, subprocess=stand_in):
         yield

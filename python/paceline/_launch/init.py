@@ -22,6 +22,7 @@ from paceline._launch.variables import Launch, Launcher
 
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _CPU_BACKEND = "gloo"
+_ALL_JOINED = "paceline/init/all"
 
 _added: dict[str, str] = {}
 """The variables that `init` has set because no launcher did."""
@@ -148,21 +149,17 @@ def init(
     launch = find_launch(_variables_of_launchers())
     if launch.rank < 0:
         return _world_outside(launch, backend)
-    return _join(launch, backend, timeout, is_quiet=False)
+    return join(launch, backend, timeout, is_quiet=False)
 
 
-def join(backend: str | None, timeout: float | None) -> World:
-    """Join the world of a launcher's variables as :func:`init` does; print nothing."""
-    return _join(find_launch(os.environ), backend, timeout, is_quiet=True)
-
-
-def _join(
+def join(
     launch: Launch,
     backend: str | None,
     timeout: timedelta | float | None,
     *,
     is_quiet: bool,
 ) -> World:
+    """Join the world of a launch; rank 0 prints a line unless `is_quiet` is set."""
     uses_gpu = computes_on_gpu(backend)
     if launch.local_rank is not None:
         _choose_device(uses_gpu, launch.local_rank)  # fail before others wait
@@ -237,7 +234,8 @@ def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     """Return this rank's local rank and, on rank 0, how many hosts there are.
 
     Every rank writes its host; only ranks that need the hosts read them, since each
-    reads as many keys as there are ranks.
+    reads as many keys as there are ranks.  All wait until each rank has joined: if one
+    ended before, Gloo would fail on those that are still connecting to it.
     """
     rank, size, known = launch.rank, launch.world_size, launch.local_rank
     if size == 1:
@@ -248,8 +246,11 @@ def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     keys = [f"paceline/init/host/{other}" for other in range(size)]
     store.set(keys[rank], _environment.nccl_host())
     if rank != 0 and known is not None:
+        store.wait([_ALL_JOINED])
         return known, None
-    hosts = store.multi_get(keys)
+    hosts = store.multi_get(keys)  # waits for them
+    if rank == 0:
+        store.set(_ALL_JOINED, "")
     if known is None:
         known = hosts[:rank].count(hosts[rank])
     return known, len(set(hosts))

@@ -121,29 +121,25 @@ class _Process:
         self.outcome: bytes | str | None = None
         self.is_running = True  # until its end is seen
         self._outputs: list[_Output] = []
-        with contextlib.ExitStack() as held, contextlib.ExitStack() as ranks_own:
+        with contextlib.ExitStack() as held:
             self._answers, answers_end = multiprocessing.Pipe(duplex=False)
             held.enter_context(self._answers)
-            ranks_own.enter_context(answers_end)
-            ends = []
+            with answers_end:
+                fds = [answers_end.fileno(), *inherited]
+                self._popen = subprocess.Popen(
+                    [*_command(), *map(str, fds)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=environ,
+                    pass_fds=[fd for fd in fds if fd >= 0],
+                    start_new_session=True,
+                )
             for name in ("stdout", "stderr"):
-                read_fd, write_fd = os.pipe()
-                held.callback(os.close, read_fd)
-                ranks_own.callback(os.close, write_fd)
-                os.set_blocking(read_fd, False)
+                fd = held.enter_context(getattr(self._popen, name)).fileno()
+                os.set_blocking(fd, False)
                 prefix = f"[rank {rank}] " if rank else ""
-                self._outputs.append(_Output(read_fd, name, prefix))
-                ends.append(write_fd)
-            fds = [answers_end.fileno(), *inherited]
-            self._popen = subprocess.Popen(
-                [*_interpreter(), _code(), *map(str, fds)],
-                stdin=subprocess.DEVNULL,
-                stdout=ends[0],
-                stderr=ends[1],
-                env=environ,
-                pass_fds=[fd for fd in fds if fd >= 0],
-                start_new_session=True,
-            )
+                self._outputs.append(_Output(fd, name, prefix))
             self._held = held.pop_all()
 
     @property
@@ -173,7 +169,6 @@ class _Process:
             self.outcome = self._answers.recv_bytes()
 
     def _end(self) -> None:
-        """Finish with a process that has ended."""
         if not self._answers.closed and self._answers.poll():
             self._take_answer()
         self.kill()  # the processes that the rank has started
@@ -222,7 +217,8 @@ def _open_memory(held: contextlib.ExitStack) -> int:
     return fd
 
 
-def _interpreter() -> list[str]:
+def _command() -> list[str]:
+    """Return the start of a rank's command line: it runs `main`, found as here."""
     executable = spawn.get_executable()
     if not executable:
         raise RuntimeError(
@@ -230,15 +226,9 @@ def _interpreter() -> list[str]:
             "multiprocessing.set_executable(path) first"
         )
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [os.fsdecode(executable), *flags, "-c"]
-
-
-def _code() -> str:
-    """Return the code of a rank's interpreter: it runs `main`, found as here."""
     path = [str(folder) for folder in sys.path]
-    return (
-        f"import sys; sys.path[:] = {path!a}; from {main.__name__} import main; main()"
-    )
+    code = f"import sys; sys.path[:] = {path!a}; from {main.__name__} import main"
+    return [os.fsdecode(executable), *flags, "-c", f"{code}; main()"]
 
 
 def _describe(status: int) -> str:
@@ -263,7 +253,6 @@ class Processes:
         self._processes: list[_Process] = []
         self._told: set[int] = set()
         self._pipe_fd = -1
-        _close_in_forked_children()
         _open.add(self)
 
     def start(self, call: Call, environs: Sequence[Mapping[str, str]]) -> None:
@@ -340,14 +329,12 @@ class Processes:
         _open.discard(self)
 
 
-@functools.cache
-def _close_in_forked_children() -> None:
-    os.register_at_fork(after_in_child=_forget_all)
-
-
 def _forget_all() -> None:
     for processes in list(_open):
         processes.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _environment(n_threads: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from paceline import _native
 from paceline._launch import init, payloads
+from paceline._launch.launchers import find_launch
 from paceline._launch.messages import Call, Failure, pack_exception
 
 OWN_VARIABLES = {
@@ -37,7 +38,7 @@ def _run(call: Call) -> bytes:
         if name.startswith(_AGENT_PREFIXES) and name not in OWN_VARIABLES:
             del os.environ[name]  # of a launcher that started the caller
     fn, args, kwargs = payloads.unpack(call.packed)
-    init.join(call.backend, call.timeout)
+    init.join(find_launch(os.environ), call.backend, call.timeout, is_quiet=True)
     try:
         result = fn(*args, **kwargs)
     except SystemExit as error:

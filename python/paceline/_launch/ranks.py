@@ -149,7 +149,6 @@ def _report(rank: int, outcome: bytes | str) -> _Report:
 
 
 def _raise(report: _Report, n: int) -> None:
-    """Raise RankError for a rank that failed."""
     who = f"rank {report.rank} of {n}"
     if report.failure is None:
         raise RankError(f"{who} ended early: {report.words}", report.rank)

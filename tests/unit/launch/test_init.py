@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from paceline._compat import torch_groups
 from paceline._launch import init as init_module
+from paceline._launch.variables import Launch
 from support.prints import without_gloo
 
 ONE_OF_MPI = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}
@@ -269,3 +270,22 @@ def test_a_world_cannot_be_changed():
     with pytest.raises(AttributeError):
         world.rank = 1  # type: ignore[misc]
     assert (type(world).__module__, type(world).__qualname__) == ("paceline", "World")
+
+
+def test_no_rank_goes_on_before_all_have_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that ended at once would be lost to those that still connect to it."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    monkeypatch.setattr(torch_groups, "default_group", lambda: None)
+    monkeypatch.setattr(torch_groups, "group_store", lambda group: store)
+    launches = [Launch("environment", rank, 3, rank) for rank in range(3)]
+    for launch in launches[1:]:
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            init_module._exchange_hosts(launch)
+    assert [init_module._exchange_hosts(launch) for launch in launches] == [
+        (0, 1),
+        (1, None),
+        (2, None),
+    ]

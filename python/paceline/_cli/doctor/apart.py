@@ -36,7 +36,8 @@ def run(checks: Sequence[Check], seconds: float = SECONDS) -> Iterator[Finding]:
         os.close(read_fd)
         os.close(write_fd)
         found = f"no process could be started: {error}"
-        yield from (problem(found, "Raise the limits of processes.") for _ in checks)
+        advice = "Raise the limits of processes and memory."
+        yield from (problem(found, advice) for _ in checks)
         return
     if pid == 0:
         _serve(checks, write_fd, int(seconds) + _GRACE_SECONDS)
