@@ -41,13 +41,8 @@ _TIMEOUT_SECONDS = 600.0
 _MAX_RANKS = 64  # more are of no use
 _MAX_LOAD = 0.5  # of the cores, before anything has begun
 _HEADINGS = (
-    "model",
-    "contestant",
-    "ranks x threads",
-    "ms/step",
-    "samples/s",
-    "x plain",
-    "x torch's",
+    *("model", "contestant", "ranks x threads"),
+    *("ms/step", "samples/s", "x plain", "x torch's"),
 )
 _LEFT_COLUMNS = 2
 

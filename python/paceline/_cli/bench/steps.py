@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,22 +89,16 @@ class _Contestant:
         self.optimizer = torch.optim.SGD(self.model.parameters(), models.LEARNING_RATE)
 
     def _wrap(self, module: nn.Module, world: Any) -> nn.Module:
-        is_cpu = world.device.type == "cpu"
-        ids = None if is_cpu else [world.device.index]
-        wrapped: nn.Module = module
+        if self.name == PLAIN:
+            return module
+        is_cpu, n = world.device.type == "cpu", world.world_size
         if self.name == REPLICAS:
-            n = world.world_size
-            replicas: list[Any] = ["cpu"] * n if is_cpu else list(range(n))
-            wrapped = paceline.DataParallel(module, replicas)
-        elif self.name in ON_ALL_RANKS:
-            self.n_threads = max(self.n_threads // world.world_size, 1)
-            make: Callable[..., nn.Module] = (
-                nn.parallel.DistributedDataParallel
-                if self.name == TORCH
-                else paceline.DistributedDataParallel
-            )
-            wrapped = make(module, device_ids=ids)
-        return wrapped
+            return paceline.DataParallel(module, ["cpu"] * n if is_cpu else range(n))
+        self.n_threads = max(self.n_threads // n, 1)
+        ids = None if is_cpu else [world.device.index]
+        if self.name == TORCH:
+            return nn.parallel.DistributedDataParallel(module, device_ids=ids)
+        return paceline.DistributedDataParallel(module, device_ids=ids)
 
     def backward(self, batch: Batch) -> None:
         inputs, targets = batch

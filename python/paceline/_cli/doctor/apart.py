@@ -16,7 +16,15 @@ from contextlib import suppress
 from dataclasses import astuple
 from typing import NoReturn
 
-from paceline._cli.doctor.finding import Check, Finding, Status, problem, warning
+from paceline._cli.doctor.finding import (
+    FAILED,
+    Check,
+    Finding,
+    Status,
+    describe,
+    problem,
+    warning,
+)
 
 SECONDS = 120.0
 """For each check: torch from a network's file system, the first use of eight GPUs."""
@@ -110,7 +118,10 @@ def _serve(checks: Sequence[Check], fd: int, seconds: int) -> NoReturn:
             if check.look.__module__.endswith(".gpus"):
                 os.environ.update(_NO_CACHES)
             is_blocked = check.needs in bad
-            finding = _skipped(check.needs) if is_blocked else check.run()
+            try:
+                finding = _skipped(check.needs) if is_blocked else check.look()
+            except BaseException as error:  # SystemExit, too, from a module's import
+                finding = problem(describe(error), FAILED)
             if is_blocked or finding.status is Status.PROBLEM:
                 bad.add(check.name)
             printed.flush()

@@ -38,17 +38,9 @@ class Check:
     """One check."""
 
     name: str  # what the output and the JSON object call it
-    # Reads the machine and judges; an exception is a problem.
-    look: Callable[[], Finding]
+    look: Callable[[], Finding]  # reads the machine and judges
     hint: str = FAILED  # what to do if it crashes or hangs
     needs: str = ""  # the check without whose success this one is skipped
-
-    def run(self) -> Finding:
-        """Run the check; an exception is a problem."""
-        try:
-            return self.look()
-        except BaseException as error:  # SystemExit, too, from a module's import
-            return problem(describe(error), FAILED)
 
 
 def describe(error: BaseException) -> str:

@@ -107,18 +107,14 @@ def judge_driver(
         return ok("none, and no NVIDIA card: training is on the CPU")
     major, minor = version // 1000, version % 1000 // 10
     found = f"CUDA's driver serves CUDA {major}.{minor}"
-    if not build or (is_cuda and _major(build) <= major):
+    needed = build.rpartition(" ")[2].partition(".")[0]
+    if not build or (is_cuda and int(needed) <= major):
         return ok(found)
     return (problem if is_cuda else warning)(
         f"{found}, and torch is built for {build}",
         f"This torch cannot use the GPUs: install one that is built for CUDA {major} "
         "or older (https://pytorch.org/get-started), or a newer driver.",
     )
-
-
-def _major(build: str) -> int:
-    number = build.rpartition(" ")[2].partition(".")[0]
-    return int(number) if number.isdecimal() else 0
 
 
 # ---- devices, kernels, NCCL ---------------------------------------------------------
