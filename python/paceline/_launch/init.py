@@ -188,6 +188,7 @@ def _make_group(
     """Make torch's default process group."""
     size = launch.world_size
     options: dict[str, Any] = {"rank": launch.rank, "world_size": size}
+    _environment.agreed_start = ""
     if timeout is not None:
         if not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=timeout)
@@ -195,7 +196,7 @@ def _make_group(
     try:
         if size == 1:
             options["store"] = dist.HashStore()  # type: ignore[attr-defined]  # no port
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        elif _is_store_of_launcher():
             options["store"] = _store_of_attempt(launch, options.get("timeout"))
         else:
             options["init_method"] = "env://"
@@ -213,6 +214,11 @@ def _make_group(
             f"rank {launch.rank} of {size} (launcher: {launch.launcher}) could not "
             f"join the world{where}: {error}{hint}"
         ) from error
+
+
+def _is_store_of_launcher() -> bool:
+    """Tell whether the launcher's process has the store, which outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _store_of_attempt(launch: Launch, timeout: timedelta | None) -> Any:
@@ -234,8 +240,8 @@ def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     """Return this rank's local rank and, on rank 0, how many hosts there are.
 
     Every rank writes its host; only ranks that need the hosts read them, since each
-    reads as many keys as there are ranks.  All wait until each rank has joined: if one
-    ended before, Gloo would fail on those that are still connecting to it.
+    reads as many keys as there are ranks.  If the launcher has the store, all wait for
+    the last rank: Gloo fails on ranks that still connect to one that has ended.
     """
     rank, size, known = launch.rank, launch.world_size, launch.local_rank
     if size == 1:
@@ -246,7 +252,8 @@ def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     keys = [f"paceline/init/host/{other}" for other in range(size)]
     store.set(keys[rank], _environment.nccl_host())
     if rank != 0 and known is not None:
-        store.wait([_ALL_JOINED])
+        if _is_store_of_launcher():
+            store.wait([_ALL_JOINED])
         return known, None
     hosts = store.multi_get(keys)  # waits for them
     if rank == 0:

@@ -278,6 +278,7 @@ def test_no_rank_goes_on_before_all_have_joined(
     """A rank that ended at once would be lost to those that still connect to it."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(torch_groups, "default_group", lambda: None)
     monkeypatch.setattr(torch_groups, "group_store", lambda group: store)
     launches = [Launch("environment", rank, 3, rank) for rank in range(3)]

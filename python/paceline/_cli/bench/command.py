@@ -57,7 +57,7 @@ class StepRow:
     n_threads: int  # of a rank, or of the process that has all replicas
     step_ms: float  # the median over rounds
     samples_per_second: float
-    against_plain: list[float]  # the relative speed in each round; may be empty
+    against_plain: list[float]  # for each round; empty if it is not compared
     against_torch: list[float]  # likewise
 
 
