@@ -22,7 +22,7 @@ from typing_extensions import TypeVar  # torch depends on it
 
 from paceline import _messages
 from paceline._checksum import damage_of, save_summed
-from paceline._compat import torch_groups
+from paceline._compat import torch_core, torch_groups
 from paceline._files import write_whole
 
 PREFIX = "module."
@@ -74,9 +74,19 @@ def is_of_bare(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
 
 
 class LoadsEither(torch.nn.Module, Generic[Wrapped]):
-    """A module's wrapper that loads keys with and without ``module.``."""
+    """Base of both wrappers: skips torch's constructor, and loads keys of either form.
+
+    A subclass that skips our constructor calls this one, where torch's class would call
+    ``torch.nn.Module``'s.
+    """
 
     module: Wrapped
+    _is_ours = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        torch_core.attach()
+        torchs: Any = next(k for k in type(self).__mro__ if k in torch_core.WRAPPERS)
+        super(torchs, self).__init__(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -95,8 +105,9 @@ class LoadsEither(torch.nn.Module, Generic[Wrapped]):
         NamedTuple
             The missing and the unexpected keys.
         """
-        if is_of_bare(self.module, state_dict):
-            return self.module.load_state_dict(state_dict, *args, **kwargs)
+        module = self._modules.get("module")  # or a subclass has none
+        if module is not None and is_of_bare(module, state_dict):
+            return module.load_state_dict(state_dict, *args, **kwargs)
         return super().load_state_dict(state_dict, *args, **kwargs)
 
 

@@ -124,6 +124,7 @@ def accumulates(leaf: Any) -> bool:
 
 _TorchDP = torch.nn.DataParallel
 _TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
+WRAPPERS: tuple[Any, ...] = _TorchDP, _TorchDDP
 
 
 def is_torch_ddp(module: Any) -> bool:
@@ -131,12 +132,12 @@ def is_torch_ddp(module: Any) -> bool:
 
     Torch's class puts its hooks on nodes of the graph, where we cannot find them.
     """
-    return isinstance(module, _TorchDDP) and not hasattr(module, "_session")
+    return isinstance(module, _TorchDDP) and not hasattr(type(module), "_is_ours")
 
 
 def warn_of_wrapper(module: torch.nn.Module, outer: type) -> None:
     """Warn if the module to wrap is already a data-parallel wrapper."""
-    if isinstance(module, (_TorchDP, _TorchDDP)):
+    if isinstance(module, WRAPPERS):
         warnings.warn(
             f"{outer.__name__}(module): module is a {type(module).__name__} already, "
             "and one wrapper is enough; give the module inside it, module.module",

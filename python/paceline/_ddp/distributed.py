@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
-from typing_extensions import Self
 
 from paceline import _environment
 from paceline._checkpoint import LoadsEither, Wrapped
@@ -281,9 +280,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         strict: bool | None = None,
         accumulate_in_fp32: bool = False,
     ) -> None:
-        torch.nn.Module.__init__(self)  # skips torch's own constructor
+        super().__init__()
         Joinable.__init__(self)
-        torch_core.attach()
         torch_core.warn_of_wrapper(module, type(self))
         warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
         check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -449,11 +447,6 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         return ShadowSteps(self, session)
 
     # ---- state --------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode, as ``torch.nn.Module`` does."""
-        torch.nn.Module.train(self, mode)
-        return self
 
     def __getstate__(self) -> dict[str, Any]:
         if not torch_groups.is_default_group(self.process_group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
-from paceline import _environment, _native
+from paceline import _native
 from paceline._checkpoint import LoadsEither, Wrapped
 from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
@@ -63,7 +64,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         The model; replica 0 is this very object.
     device_ids : list of int or list of torch.device
         One per replica: numbers of GPUs, or the CPU; empty if the module is called
-        plainly.
+        plainly.  Under ``PACELINE_CPU_REPLICAS`` these are the numbers that the GPUs
+        would have.
     output_device : int or torch.device
         The device of outputs.
     src_device_obj : torch.device
@@ -164,6 +166,10 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     __module__ = "paceline"
 
     _ways: frozenset[bool] = frozenset()  # is_inner of calls that a backward may repeat
+    # For subclasses that skip the constructor:
+    _alone_because = "a subclass has set device_ids"
+    _engine: Engine | None = None
+    _steps: Steps | None = None
 
     def __init__(
         self,
@@ -172,8 +178,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
-        torch.nn.Module.__init__(self)  # skips torch's own constructor
-        torch_core.attach()
+        super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
                 f"module is {type(module).__name__}: give a torch.nn.Module"
@@ -189,14 +194,18 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         self.src_device_obj = devices.source
         self._are_gpus = devices.are_gpus
         self._alone_because = devices.because
-        self._engine: Engine | None = None
-        self._steps: Steps | None = None
         if not self._are_gpus:
             devices_.refuse_gpu(self.module, self._alone_because)
             return
         devices_.warn_of_imbalance(self.device_ids)
         if len(self.device_ids) == 1:  # as torch
             self.module.to(self.src_device_obj)
+
+    @functools.cached_property
+    def _are_gpus(self) -> bool:
+        """Whether ``device_ids`` are GPUs; read if a subclass skips the constructor."""
+        has_gpus = devices_.has_gpus()
+        return has_gpus and devices_.read(self.device_ids, None).are_gpus
 
     # ---- a step -------------------------------------------------------------------
 
@@ -250,7 +259,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             args, named = _checked(len(ids), args, named)
             if len(ids) == 1:
                 (output,) = engine.apply(self.module, [self.module], args, named)
-                return engine.bring(output, devices_.output_of(self.output_device))
+                where = devices_.output_of(self.output_device, self._are_gpus)
+                return engine.bring(output, where)
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             try:
                 outputs = _Outputs(self.parallel_apply(replicas, args, named))
@@ -403,15 +413,16 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             The output for the whole batch.
         """
         where = self.output_device if output_device is None else output_device
+        where = devices_.output_of(where, self._are_gpus)
         engine, sizes = self._engine_for(self.device_ids), _sizes_of(outputs)
-        return engine.join(outputs, sizes, self.dim, devices_.output_of(where))
+        return engine.join(outputs, sizes, self.dim, where)
 
     # ---- state ----------------------------------------------------------------------
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Raise if ``.cuda()`` moves the module while replicas are on the CPU."""
         applied = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if not self._are_gpus:
+        if not self.__dict__.get("_are_gpus", True):
             devices_.refuse_gpu(self.module, self._alone_because)
         return applied
 
@@ -420,7 +431,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch_core.attach()  # this process may not have constructed one yet
-        if "_are_gpus" in state:
+        if "_engine" in state:
             super().__setstate__(state)  # type: ignore[no-untyped-call]
         else:
             self._adopt(state)
@@ -428,8 +439,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     def _adopt(self, state: dict[str, Any]) -> None:
         """Take the state from a pickle of torch's class: see ``paceline.install``."""
         module = state["_modules"]["module"]
-        is_by_default = _environment.cpu_replicas() is not None
-        device_ids = state["device_ids"] or (None if is_by_default else [])
+        device_ids = state["device_ids"]
         output_device, dim = state.get("output_device"), state.get("dim", 0)
         try:
             DataParallel.__init__(self, module, device_ids, output_device, dim)

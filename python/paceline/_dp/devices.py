@@ -20,7 +20,8 @@ class Devices(NamedTuple):
     Attributes
     ----------
     ids : list of torch.device or list of int
-        One per replica: the CPU, or numbers of GPUs, as in torch.  Empty: no replicas.
+        One per replica: the CPU, or numbers of GPUs, as in torch.  Replicas on the CPU
+        that stand in for GPUs have the numbers, too.  Empty: no replicas.
     because : str
         Why there is only one replica, if so.
     output : torch.device or int
@@ -46,6 +47,8 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
             f"device_ids is {device_ids!r}: give a list with one device per replica"
         )
     devices = [_device(each) for each in device_ids]
+    if not devices and stand_in():  # range(torch.cuda.device_count())
+        return _default(output_device)
     because = f"one replica: device_ids is {list(device_ids)!r}"
     n_cpu = devices.count(CPU)
     if n_cpu == len(devices):
@@ -59,11 +62,10 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
         raise ValueError(
             f"device_ids is {list(device_ids)!r}: give the CPU only, or GPUs only"
         )
+    if stand_in():
+        return Devices([device.index or 0 for device in devices], because)
     machine = _gpu.machine
     why = machine.why_unusable()
-    has_gpus = machine.count() > 0 and not why
-    if not has_gpus and _environment.cpu_replicas() is not None:
-        return Devices([CPU] * len(devices), because)
     if machine.count() > 0 or torch_core.has_accelerator():
         if why:
             raise NotImplementedError(
@@ -80,6 +82,16 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
     return Devices([], f"{because}, and there is no GPU")
 
 
+def has_gpus() -> bool:
+    """Tell whether replicas can be on GPUs here."""
+    return _gpu.machine.count() > 0 and not _gpu.machine.why_unusable()
+
+
+def stand_in() -> bool:
+    """Tell whether replicas on the CPU stand in for GPUs."""
+    return not has_gpus() and _environment.cpu_replicas() is not None
+
+
 def _on_gpus(indices: list[int], because: str, output_device: Any) -> Devices:
     """Return these GPUs, and the devices of the outputs and of the module."""
     output = indices[0]
@@ -93,11 +105,13 @@ def _output(output_device: Any) -> torch.device:
     return CPU if output_device == -1 else _device(output_device)
 
 
-def output_of(output_device: Any) -> torch.device:
-    """Return the device for an `output` of `Devices`."""
-    if isinstance(output_device, torch.device):
-        return output_device
-    return CPU if output_device == -1 else _gpu.machine.device(output_device)
+def output_of(output_device: Any, are_gpus: bool) -> torch.device:
+    """Return the device of a wrapper's outputs, if replicas are on GPUs or not."""
+    if not are_gpus or output_device == -1:
+        return CPU
+    if isinstance(output_device, int):
+        return _gpu.machine.device(output_device)
+    return torch.device(output_device)
 
 
 def _default(output_device: Any) -> Devices:
@@ -110,7 +124,7 @@ def _default(output_device: Any) -> Devices:
     n_replicas = _environment.cpu_replicas()
     if n_replicas is not None:
         because = f"one replica: {_environment.CPU_REPLICAS} is {n_replicas}"
-        return Devices([CPU] * n_replicas if n_replicas > 1 else [], because)
+        return Devices(list(range(n_replicas)) if n_replicas > 1 else [], because)
     return Devices(
         [],
         f"one replica: device_ids is None, and {why or 'there is no GPU'}; for n "

@@ -310,6 +310,113 @@ def test_a_subclass_may_forward_names_to_its_module(ranks):
     assert data["world_size"] == ranks.n
 
 
+class Scaled(nn.Module):
+    """A module by itself, like a kernel of gpytorch."""
+
+    def __init__(self, factor=2.0):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor))
+
+
+def beside_another_module(base):
+    class Shape(base, Scaled):
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    return Shape
+
+
+def round_each_part(base):
+    """Skips the constructor, like the wrapper of mmengine for GANs."""
+
+    class Shape(base):
+        def __init__(self, module, **options):
+            super(base, self).__init__()
+            self.module = module
+            for name, part in module.named_children():
+                if next(part.parameters(), None) is not None:
+                    module._modules[name] = base(part, **options)
+
+        def forward(self, x):
+            return self.module(x)
+
+        def train(self, mode=True):
+            self.training = mode
+            self.module.train(mode)
+            return self
+
+    return Shape
+
+
+def with_positions(base):
+    class Shape(base):
+        def __init__(self, module, device_ids=None, output_device=None, dim=0, **named):
+            super().__init__(module, device_ids, output_device, dim, **named)
+
+    return Shape
+
+
+def with_the_names_of_its_module_first(base):
+    class Shape(base):
+        def __getattr__(self, name):
+            wrapped = super().__getattr__("module")
+            if hasattr(wrapped, name):
+                return getattr(wrapped, name)
+            return super().__getattr__(name)
+
+    return Shape
+
+
+def with_the_state_of_its_module(base):
+    class Shape(base):
+        def state_dict(self, *args, **kwargs):
+            return self.module.state_dict(*args, **kwargs)
+
+        def load_state_dict(self, *args, **kwargs):
+            return self.module.load_state_dict(*args, **kwargs)
+
+        def named_parameters(self, *args, **kwargs):
+            return self.module.named_parameters(*args, **kwargs)
+
+    return Shape
+
+
+def with_a_step(base):
+    class Shape(base):
+        def train_step(self, *inputs, **kwargs):
+            return self.forward(*inputs, **kwargs)
+
+        def __call__(self, x):
+            return self.train_step(x)
+
+    return Shape
+
+
+SHAPES = [
+    beside_another_module,
+    round_each_part,
+    with_positions,
+    with_the_names_of_its_module_first,
+    with_the_state_of_its_module,
+    with_a_step,
+]
+
+
+@as_torch(shape=SHAPES)
+def test_a_shape_of_subclass_trains_and_keeps_its_state(ranks, wrap, shape):
+    base = ranks.ours if wrap == ranks.wrap else TorchDDP
+    module = nn.Sequential(nn.BatchNorm1d(6), *net())
+    model = shape(base)(module, process_group=ranks.group)
+    for step in range(3):
+        yield [*step_of(model, ranks.integers(3, 6, key=step)), *model.buffers()]
+    state = {name: t + 1 for name, t in model.state_dict().items()}
+    model.load_state_dict(state)
+    yield [len(state), *model.eval().state_dict().values()]
+    assert not model.training
+    assert not module[0].training
+    yield "".join(state)
+
+
 @as_torch(part=[*PARTS], compiled=[False, True])
 def test_a_subclass_may_have_parts_of_a_forward_of_its_own(ranks, wrap, part, compiled):
     torch._dynamo.reset()

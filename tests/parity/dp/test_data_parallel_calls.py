@@ -375,23 +375,25 @@ def test_a_wrapper_in_a_wrapper_is_warned_of_once(outer, inner):
 
 
 FORMS = {
-    "no devices": ({}, 2),
-    "three GPUs": ({"device_ids": [0, 1, 2], "output_device": 1}, 3),
-    "names of GPUs": ({"device_ids": ["cuda:1", "cuda:0"], "output_device": "cuda"}, 2),
-    "one GPU": ({"device_ids": [0], "output_device": 0}, 1),
+    "no devices": ({}, [0, 1]),
+    "all GPUs, counted": ({"device_ids": range(torch.cuda.device_count())}, [0, 1]),
+    "three GPUs": ({"device_ids": range(3), "output_device": 1}, [0, 1, 2]),
+    "names": ({"device_ids": ["cuda:1", "cuda:0"], "output_device": "cuda"}, [1, 0]),
+    "one GPU": ({"device_ids": [torch.device("cuda")], "output_device": 0}, [0]),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_cpu_replicas_stand_for_gpus(monkeypatch, form):
     monkeypatch.setenv("PACELINE_CPU_REPLICAS", "2")
-    options, n = FORMS[form]
+    options, ids = FORMS[form]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         twin = Twin(lambda made, _: paceline.DataParallel(made, **options), net())
-    assert twin.ours.device_ids == [torch.device("cpu")] * n
+    assert twin.ours.device_ids == ids
+    assert torch.device(f"cuda:{twin.ours.device_ids[0]}").index == ids[0]
     assert twin.ours.output_device == torch.device("cpu")
     n_rows = []
     twin.inner[0].register_forward_hook(lambda m, args, out: n_rows.append(len(out)))
     twin.step(step, X.clone().requires_grad_())
-    assert n_rows == {1: [7], 2: [4, 3], 3: [3, 2, 2]}[n]
+    assert n_rows == {1: [7], 2: [4, 3], 3: [3, 2, 2]}[len(ids)]

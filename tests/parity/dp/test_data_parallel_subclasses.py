@@ -5,13 +5,23 @@ The classes imitate torch_geometric's (a list of graphs), mmcv's (steps by name)
 parallel criterion.
 """
 
+import abc
 import copy
+import itertools
 
 import paceline
 import pytest
 import torch
 from programs import X, module
-from replicas import assert_same, assert_same_grads, integers, linear, loss_of, net
+from replicas import (
+    ON_EACH,
+    assert_same,
+    assert_same_grads,
+    integers,
+    linear,
+    loss_of,
+    net,
+)
 from support.copies import saved_and_loaded
 from torch import nn
 
@@ -37,8 +47,8 @@ def check(wrap):
     """Return a function that checks a subclass against the plain module."""
 
     def check(kind, *args, n=2, **kwargs):
-        plain, module = Rows(), Rows()
-        ours = kind(module, *args, device_ids=wrap.devices(n), **kwargs)
+        plain = Rows()
+        ours = wrap(Rows(), n, lambda m, **own: kind(m, *args, **own), **kwargs)
         for seed in range(2):
             x = integers(7, 3, seed=seed)
             outs = [model(x, scale=2) for model in (plain, ours)]
@@ -279,3 +289,141 @@ def test_a_scatter_that_sets_the_module_sets_it_for_this_call(wrap):
     ours = wrap(linear(), kind=Switching)
     ours.other = [linear(2)]
     assert torch.equal(ours(X), ours.other[0](X))
+
+
+# ---- shapes found in public code ----------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A module by itself, like a kernel of gpytorch."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(factor))
+
+
+class Named:
+    """A mixin that passes on what is not its own."""
+
+    def __init__(self, *args, name="mine", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.name = name
+
+
+def beside_another_module(base):
+    class Shape(base, Scaled):
+        def __init__(self, module, device_ids=None):
+            base.__init__(self, module=module, device_ids=device_ids)
+
+    return Shape
+
+
+def after_a_mixin(base):
+    return type("Shape", (Named, base), {})
+
+
+def with_an_abstract_base(base):
+    return type("Shape", (base, abc.ABC), {})
+
+
+def in_another_order(base):
+    class Shape(base):
+        def __init__(self, module, dim=0, device_ids=None, output_device=None):
+            super().__init__(module, device_ids, output_device, dim)
+            self.module = module
+
+    return Shape
+
+
+def round_a_second_wrapper(base):
+    class Shape(base):
+        def __init__(self, module, device_ids=None):
+            super(base, self).__init__()
+            self.model = base(module, device_ids)
+
+        def forward(self, *inputs, **kwargs):
+            return self.model(*inputs, **kwargs)
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.model.module, name)
+
+    return Shape
+
+
+def made_by_hand(base):
+    class Shape(base):
+        def __init__(self, module, device_ids=None):
+            super(base, self).__init__()
+            self.module, self.dim, self.device_ids = module, 0, device_ids
+            self.output_device = device_ids[0]
+            self.src_device_obj = next(module.parameters()).device
+
+    return Shape
+
+
+def on_the_cpu_by_hand(base):
+    class Shape(base):
+        def __init__(self, module, device_ids=None):
+            super(base, self).__init__()
+            self.module, self.dim, self.device_ids = module, 0, []
+
+    return Shape
+
+
+def with_a_forward_like_torchs(base):
+    class Shape(base):
+        def forward(self, *inputs, **kwargs):
+            tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+            assert all(t.device == self.src_device_obj for t in tensors)
+            if not self.device_ids:
+                return self.module(*inputs, **kwargs)
+            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+            outputs = self.parallel_apply(replicas, inputs, kwargs)
+            return self.gather(outputs, self.output_device)
+
+    return Shape
+
+
+def with_the_state_of_its_module(base):
+    class Shape(base):
+        def state_dict(self, *args, **kwargs):
+            return self.module.state_dict(*args, **kwargs)
+
+        def load_state_dict(self, state_dict, strict=True):
+            self.module.load_state_dict(state_dict, strict)
+
+    return Shape
+
+
+SHAPES = [
+    beside_another_module,
+    after_a_mixin,
+    with_an_abstract_base,
+    in_another_order,
+    round_a_second_wrapper,
+    made_by_hand,
+    on_the_cpu_by_hand,
+    with_a_forward_like_torchs,
+    with_the_state_of_its_module,
+]
+
+
+@ON_EACH
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_of_subclass_trains_and_keeps_its_state(wrap, check, shape):
+    if wrap.is_gpu and shape is on_the_cpu_by_hand:
+        pytest.skip("there is nothing to call plainly")
+    kind = shape(paceline.DataParallel)
+    ours = check(kind)
+    state, twin = ours.state_dict(), copy.deepcopy(ours)
+    others = [twin] if wrap.is_gpu else [twin, shape(nn.DataParallel)(Rows(), ["cpu"])]
+    for other in others:
+        assert [*state] == [*other.state_dict()]
+        ours.load_state_dict(other.state_dict())
+        other.load_state_dict(state)
+        assert other.train(False).double().training is False
+    assert_same(twin(X, scale=3), ours(X, scale=3))

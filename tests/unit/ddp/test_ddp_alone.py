@@ -394,7 +394,7 @@ INHERITED = {
         _find_common_rank _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd
         _assign_modules_buffers _check_comm_hook _distributed_rank
         _get_data_parallel_params _set_params_and_buffers_to_ignore_for_model gather
-        join_device join_process_group scatter to_kwargs""",
+        join_device join_process_group scatter to_kwargs train""",
     "calls the buffers' hook, or broadcasts over the process group": """
         _sync_buffers _sync_module_buffers _default_broadcast_coalesced
         _distributed_broadcast_coalesced""",

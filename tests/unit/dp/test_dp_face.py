@@ -94,7 +94,7 @@ def test_devices_may_be_given_in_any_form(device_ids):
 
 def test_the_environment_gives_the_number_of_replicas(monkeypatch):
     monkeypatch.setenv(_environment.CPU_REPLICAS, "3")
-    assert DataParallel(nn.Linear(1, 1)).device_ids == [CPU] * 3
+    assert DataParallel(nn.Linear(1, 1)).device_ids == [0, 1, 2]
     assert DataParallel(nn.Linear(1, 1), TWO).device_ids == [CPU] * 2
     monkeypatch.setenv(_environment.CPU_REPLICAS, "1")
     assert DataParallel(nn.Linear(1, 1)).device_ids == []
