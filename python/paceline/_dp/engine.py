@@ -105,6 +105,10 @@ class Engine:
     def _replicated(self) -> ModelCopies | None:
         return getattr(self._kept, "replicated", None)
 
+    def forget_model(self) -> None:
+        """Drop all that holds the model, before a further call with the same one."""
+        self._drawn_module = self._kept.replicated = None
+
     # ---- a forward ------------------------------------------------------------------
 
     def place(self, scattered: _native.Scattered) -> list[Any]:
@@ -180,7 +184,9 @@ class Engine:
         if self.is_cpu:
             return self._run_in_order(parts, replicas, tasks)[0]
         if self._drawn_module is not parts[0]:
-            self._drawn_module, self._draws = parts[0], {}
+            if self._drawn_module is not None:
+                self._draws = {}
+            self._drawn_module = parts[0]
         flags = bytes(bool(part.training) for part in parts)
         key = flags + bytes((torch.is_grad_enabled(),))
         draws = self._draws.get(key)

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline._dp.data_parallel import DataParallel
+
+_engines: Any = WeakIdKeyDictionary()
+"""Of each module that ``data_parallel`` ran on GPUs: its threads, what it draws."""
 
 
 def data_parallel(
@@ -52,4 +56,12 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     wrapper = DataParallel(module, device_ids, output_device, dim)
-    return wrapper(*inputs, **(module_kwargs or {}))
+    if wrapper._are_gpus:  # a call beside this one makes its own engine
+        wrapper._engine = _engines.pop(module, None)
+    try:
+        return wrapper(*inputs, **(module_kwargs or {}))
+    finally:
+        engine = wrapper._engine
+        if engine is not None and wrapper._are_gpus:
+            engine.forget_model()
+            _engines[module] = engine

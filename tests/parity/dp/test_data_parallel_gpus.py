@@ -12,14 +12,17 @@ import paceline
 import pytest
 import torch
 from paceline import _gpu, _native
-from paceline._dp import segments
+from paceline._dp import functional, segments
 from programs import module
 from replicas import (
     Twin,
     Wrap,
     accumulate,
+    assert_same,
     assert_same_grads,
     integers,
+    loss_of,
+    moved,
     net,
     smooth_net,
     step,
@@ -212,6 +215,31 @@ def test_a_wrapper_takes_its_threads_and_memory_along(wrap):
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_the_function_runs_side_by_side_from_the_second_call_and_holds_no_module(wrap):
+    def forward(m, x):
+        m.threads.append(threading.current_thread().name)
+        return m.layers(x)
+
+    plain = net()
+    made = moved(module(forward, layers=net(), threads=[]), wrap.device())
+    for seed in range(3):
+        x = integers(7, 3, seed=seed)
+        outs = [plain(x), paceline.data_parallel(made, x.to(wrap.device()), [0, 1, 2])]
+        assert_same(outs[1].cpu(), outs[0])
+        for out in outs:
+            loss_of(out).backward()
+    assert_same_grads(made.layers, plain)
+    (caller,) = set(made.threads[:3])
+    for threads in (made.threads[3:6], made.threads[6:]):
+        assert sorted(threads)[1:] == ["paceline-replica-1", "paceline-replica-2"]
+        assert sorted(threads)[0] == caller
+    tensors = [weakref.ref(p) for p in made.parameters()]
+    del made, outs, out
+    gc.collect()
+    assert [alive() for alive in tensors] == [None] * 4
+    assert len(functional._engines) == 0
 
 
 def test_gpus_that_get_other_bytes_than_were_sent_are_one_clear_error():
