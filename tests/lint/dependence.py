@@ -49,7 +49,7 @@ PACKAGES: dict[str, set[str]] = {
     "_dp": _LOW,
     "_ddp": _LOW,
     "_launch": _LOW,
-    "_install": {"", *_LOW},
+    "_install": {"", "_dp", *_LOW},
     "_cli": {"", "_install", *_LOW},
     "__main__": {"_cli"},
     "callbacks": set(),

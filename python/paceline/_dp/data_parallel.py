@@ -139,7 +139,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     - The caller's autocast, default device and context variables reach all replicas.
     - State dicts load with the prefix ``module.`` and without it.
     - A ``scatter`` of a subclass may return any iterables; more parts than replicas are
-      an error.  ``torch.nn.parallel.scatter`` and ``gather`` are for GPUs only.
+      an error.  ``torch.nn.parallel.scatter`` and ``gather`` are for GPUs only, unless
+      :func:`paceline.install` replaces them.
 
     As in torch's class, a forward that computes over its rows (a mean or contrastive
     loss) sees its replica's rows only: compute such a loss on the outputs instead.

@@ -11,7 +11,7 @@ Our classes derive from torch's, so torch's checks for its own class accept ours
 asserts, ``functional_call``, checkpoints, ONNX, dynamo.  Modules of torch that are
 imported later, and programs, check for our class instead, and do not accept a wrapper
 that torch's class made before.  ``replicate``, ``scatter``, ``gather`` and
-``parallel_apply`` stay torch's: their devices are GPUs.
+``parallel_apply`` go on as torch's on GPUs, and serve replicas on the CPU.
 ``torch.distributed._composable.replicate`` makes wrappers for programs, so it gets our
 class even if it was imported before.
 
@@ -47,18 +47,21 @@ from typing import Any
 from paceline import _environment
 from paceline._install import import_hook
 
-_NAMES = {
-    "torch.nn": ("DataParallel",),
-    "torch.nn.parallel": ("DataParallel", "DistributedDataParallel", "data_parallel"),
-    "torch.nn.parallel.data_parallel": ("DataParallel", "data_parallel"),
-    "torch.nn.parallel.distributed": ("DistributedDataParallel",),
-}
-_HOMES = {
-    "DataParallel": "torch.nn.parallel.data_parallel",
-    "DistributedDataParallel": "torch.nn.parallel.distributed",
-    "data_parallel": "torch.nn.parallel.data_parallel",
-}
+_CLASSES = ("DataParallel", "DistributedDataParallel", "data_parallel")
 _DDP = "DistributedDataParallel"
+_HOME_OF_DDP = "torch.nn.parallel.distributed"
+_NAMES = {  # the module that defines a name first
+    "torch.nn.parallel.data_parallel": ("DataParallel", "data_parallel"),
+    _HOME_OF_DDP: (_DDP,),
+    "torch.nn.parallel.scatter_gather": ("scatter", "scatter_kwargs", "gather"),
+    "torch.nn.parallel.replicate": ("replicate",),
+    "torch.nn.parallel.parallel_apply": ("parallel_apply",),
+    "torch.nn.parallel": (
+        *_CLASSES,
+        *("scatter", "gather", "replicate", "parallel_apply"),
+    ),
+    "torch.nn": ("DataParallel",),
+}
 _MAKER = "torch.distributed._composable.replicate"
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
@@ -137,7 +140,7 @@ def install() -> Installation:
     installing.  May be called again.
 
     ``torch.nn.parallel.replicate``, ``scatter``, ``gather`` and ``parallel_apply``
-    stay torch's.
+    work as torch's on GPUs; on a machine without, they serve replicas on the CPU.
 
     It reaches children through the environment: ``PACELINE_INSTALL``, and a folder at
     the front of ``PYTHONPATH`` with a ``sitecustomize`` (an existing one runs too).  It
@@ -201,12 +204,13 @@ def _bind() -> None:
     global _is_bound
     if _is_bound:
         return
-    for module in _NAMES:
-        importlib.import_module(module)
-    for name, home in _HOMES.items():
-        _torchs[name] = vars(sys.modules[home])[name]
-        _ours[name] = getattr(importlib.import_module("paceline"), name)
-    _put_copy(_HOMES[_DDP])
+    for module, names in _NAMES.items():
+        for name in names:
+            is_class = name in _CLASSES
+            home = "paceline" if is_class else "paceline._install.functions"
+            _torchs.setdefault(name, vars(importlib.import_module(module))[name])
+            _ours[name] = getattr(importlib.import_module(home), name)
+    _put_copy(_HOME_OF_DDP)
     for module, names in _NAMES.items():
         for name in names:
             _put_name(sys.modules[module], name)
@@ -266,7 +270,7 @@ def _unbind() -> None:
 
 def _warn_of_holders() -> None:
     """Warn of the modules that have already imported torch's own objects."""
-    owned = {id(value): name for name, value in _torchs.items()}
+    owned = {id(_torchs[name]): name for name in _CLASSES}
     found: dict[str, set[str]] = {}
     for module in list(sys.modules.values()):
         name = getattr(module, "__name__", None)

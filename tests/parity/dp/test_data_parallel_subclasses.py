@@ -8,6 +8,7 @@ parallel criterion.
 import abc
 import copy
 import itertools
+import warnings
 
 import paceline
 import pytest
@@ -427,3 +428,124 @@ def test_a_shape_of_subclass_trains_and_keeps_its_state(wrap, check, shape):
         other.load_state_dict(state)
         assert other.train(False).double().training is False
     assert_same(twin(X, scale=3), ours(X, scale=3))
+
+
+# ---- torch's functions, which subclasses and loops call ------------------------------
+
+
+@pytest.fixture
+def parallel(monkeypatch):
+    """Return the module of torch's functions, which serve replicas on the CPU."""
+    monkeypatch.setenv("PACELINE_CPU_REPLICAS", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this process holds torch's classes
+        paceline.install()
+    yield nn.parallel
+    paceline.uninstall()
+
+
+def in_pairs(base):
+    """Return a subclass that takes a batch as ((x, ...), y)."""
+    parallel = nn.parallel.scatter_gather
+
+    class Pairs(base):
+        def forward(self, *batch):
+            inputs = self.scatter(batch, self.device_ids)
+            replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+            return self.gather(
+                self.parallel_apply(replicas, inputs, None), self.output_device
+            )
+
+        def scatter(self, batch, device_ids):
+            (xs, ys) = (
+                parallel.scatter_kwargs(one, None, device_ids)[0] for one in batch
+            )
+            return [(x[0], y[0]) for x, y in zip(xs, ys, strict=True)]
+
+        def gather(self, outputs, output_device):
+            names = outputs[0]
+            return {
+                name: nn.parallel.gather([out[name] for out in outputs], output_device)
+                for name in names
+            }
+
+    return Pairs(module(lambda m, x, y: {"sum": m.layers(x) + y}, layers=net()))
+
+
+def by_functions(model, x, n_gpus=2):
+    """Run a model on the GPUs as loops without a wrapper do."""
+    gpus, parallel = range(n_gpus), nn.parallel
+    inputs = parallel.scatter((x,), gpus)
+    kwargs = parallel.scatter({"scale": 2}, gpus)
+    replicas = parallel.replicate(model, gpus[: len(inputs)])
+    return parallel.gather(parallel.parallel_apply(replicas, inputs, kwargs), 0)
+
+
+def test_torchs_functions_run_loops_of_ones_own(parallel):
+    plain, made, y = Rows(), Rows(), integers(7, 2)
+    ours = in_pairs(parallel.DataParallel)
+    pairs = (plain(X, 2), by_functions(made, X)), (plain(X) + y, ours([X], [y])["sum"])
+    for (theirs, mine), model in zip(pairs, (made, ours.module), strict=True):
+        assert_same(mine, theirs)
+        plain.zero_grad()
+        for out in (theirs, mine):
+            loss_of(out).backward()
+        assert_same_grads(model, plain)
+
+
+def test_torchs_functions_split_as_in_torch(parallel):
+    scatter, kwargs_of = parallel.scatter, parallel.scatter_gather.scatter_kwargs
+    halves = X[:4], X[4:]
+    for inputs, parts in (
+        (X, halves),
+        ((X, "a"), [(x, "a") for x in halves]),
+        ({"x": [X]}, [{"x": [x]} for x in halves]),
+        ((3, None), [(3, None)] * 2),
+    ):
+        assert_same(scatter(inputs, [0, 1]), parts)
+    args, kwargs = kwargs_of((), {"x": X}, [0, 1])
+    assert_same((tuple(args), kwargs), (((), ()), tuple({"x": x} for x in halves)))
+    copies = list(parallel.replicate(linear(), [0, 1], True)[1].parameters())
+    assert [p.grad_fn for p in copies] == [None] * 2
+
+
+def test_torchs_functions_are_torchs_without_replicas_on_the_cpu(parallel, monkeypatch):
+    monkeypatch.delenv("PACELINE_CPU_REPLICAS")
+    assert_same(parallel.scatter(X, ["cpu"] * 2), (X[:4], X[4:]))
+    with pytest.raises(AssertionError, match="not implemented for CPU tensors"):
+        parallel.gather([X, X], 0)
+    with pytest.raises(ValueError, match="non cpu device"):
+        parallel.scatter(X, [0, torch.device("cpu")])
+
+
+# ---- which lines run: the table of docs/data-parallel.md ---------------------------
+
+TAKEN = [
+    "model.device_ids == [0, 1]",
+    "x.to(model.output_device) is x and x.to(model.src_device_obj) is x",
+    "x.to('cuda' if torch.cuda.is_available() else 'cpu') is x",
+    "torch.equal(nn.parallel.data_parallel(model.module, x), model.module(x))",
+    "torch.cuda.manual_seed_all(0) is torch.cuda.empty_cache()",
+    "torch.cuda.amp.GradScaler().scale(x) is x",
+    "not (torch.cuda.device_count() > 1 or x.is_cuda)",
+]
+REFUSED = [
+    *("x.cuda()", "x.to('cuda:0')", "x.to(model.device_ids[0])", "model.cuda()"),
+    *("torch.ones(1, device='cuda')", "torch.cuda.set_device(0)"),
+    *("torch.cuda.current_device()", "torch.cuda.synchronize()"),
+    *("torch.cuda.Stream()", "torch.cuda.Event()"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+@pytest.mark.parametrize("line", [*TAKEN, *REFUSED])
+@pytest.mark.filterwarnings("ignore")
+def test_a_line_for_gpus_does_what_the_page_says(parallel, line):
+    model = parallel.DataParallel(linear())
+    names = {"nn": nn, "torch": torch, "model": model, "x": X}
+    if line in TAKEN:
+        assert eval(line, names)
+        return
+    with pytest.raises((RuntimeError, AssertionError, AttributeError)) as caught:
+        eval(line, names)
+    assert "paceline" not in str(caught.value)
