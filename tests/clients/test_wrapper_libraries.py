@@ -1,0 +1,304 @@
+"""Libraries that derive from torch's wrappers, or take them, train as they should.
+
+They are imported while Paceline is installed, so that their classes derive from ours.
+Each is compared with the plain module, or with itself over torch's class.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+
+import paceline
+import pytest
+import torch
+from launches import needs
+from support.ranks import run_ranks, values
+from torch import nn
+
+TWO = ["cpu", "cpu"]
+
+
+@pytest.fixture
+def _installed(monkeypatch):
+    monkeypatch.setenv("PACELINE_CPU_REPLICAS", "2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other tests have imported torch's classes
+        paceline.install()
+        yield
+        paceline.uninstall()
+
+
+def net(n_in: int = 6, n_out: int = 3) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(n_in, 8), nn.Tanh(), nn.Linear(8, n_out))
+
+
+# ---- gpytorch: a wrapper that is a kernel, too ---------------------------------------
+
+
+def fit(gpytorch, kernel, x, y):
+    """Return the losses of a Gaussian process, its predictions, and its parameters."""
+
+    class Model(gpytorch.models.ExactGP):
+        def __init__(self):
+            super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+            self.mean = gpytorch.means.ConstantMean()
+            self.kernel = kernel
+
+        def forward(self, x):
+            mean, covariance = self.mean(x), self.kernel(x)
+            return gpytorch.distributions.MultivariateNormal(mean, covariance)
+
+    model = Model().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    score = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = -score(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    predicted = model.eval()(x[:5] + 0.1).mean
+    return [
+        torch.stack(losses),
+        predicted.detach(),
+        *map(torch.clone, kernel.buffers()),
+    ]
+
+
+@pytest.mark.usefixtures("_installed")
+@needs("gpytorch")
+def test_a_kernel_of_gpytorch_on_several_devices_fits_as_on_one():
+    import gpytorch
+
+    torch.manual_seed(2)
+    x = torch.rand(20, 2, dtype=torch.float64)
+    kernels = gpytorch.kernels
+    made = kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=2))
+    several = kernels.MultiDeviceKernel(copy.deepcopy(made), TWO)
+    assert isinstance(several, paceline.DataParallel)
+    assert several.has_lengthscale is False  # the kernel is constructed, too
+    plain, ours = (fit(gpytorch, k, x, x.sum(1).sin()) for k in (made, several))
+    torch.testing.assert_close(ours[:2], plain[:2])
+    for p, q in zip(several.base_kernel.parameters(), made.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+# ---- PyTorch Geometric: a scatter for lists of graphs --------------------------------
+
+
+@pytest.mark.usefixtures("_installed")
+@needs("torch_geometric")
+@pytest.mark.filterwarnings("ignore:'DataParallel' is usually much slower")
+def test_a_list_of_graphs_of_pytorch_geometric_trains_as_one_batch(monkeypatch):
+    from torch_geometric.data import Batch, Data
+    from torch_geometric.nn import DataParallel, GINConv, global_add_pool
+
+    class Graphs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = GINConv(net(6, 4)), nn.Linear(4, 2)
+
+        def forward(self, data):
+            x = self.layer(data.x, data.edge_index).relu()
+            return self.last(global_add_pool(x, data.batch))
+
+    torch.manual_seed(1)
+    sizes = (3, 5, 4, 2, 6)
+    graphs = [
+        Data(x=torch.randn(n, 6), edge_index=torch.randint(n, (2, 2 * n)))
+        for n in sizes
+    ]
+    plain = Graphs()
+    ours = DataParallel(copy.deepcopy(plain))
+    assert isinstance(ours, paceline.DataParallel)
+    assert ours.src_device == torch.device("cuda:0")  # made of device_ids[0]
+    with pytest.raises(RuntimeError, match="on device 'cuda:0' but found one of them"):
+        ours(graphs)
+    # Two lines of the library name a GPU.
+    ours.src_device = ours.src_device_obj
+    monkeypatch.setattr(Data, "to", lambda batch, device: batch)
+    outs = [plain(Batch.from_data_list(graphs)), ours(graphs)]
+    torch.testing.assert_close(outs[1], outs[0])
+    for out in outs:
+        out.square().sum().backward()
+    for p, q in zip(ours.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+# ---- skorch: an estimator round a wrapper --------------------------------------------
+
+
+@pytest.mark.usefixtures("_installed")
+@needs("skorch")
+@pytest.mark.parametrize("is_instance", [True, False])
+def test_an_estimator_of_skorch_fits_and_predicts_as_with_the_plain_module(is_instance):
+    from skorch import NeuralNetClassifier
+
+    def estimate(module, **options):
+        torch.manual_seed(4)
+        estimator = NeuralNetClassifier(
+            module,
+            max_epochs=3,
+            lr=0.1,
+            batch_size=16,
+            criterion=nn.CrossEntropyLoss,
+            train_split=None,
+            iterator_train__shuffle=True,
+            verbose=0,
+            **options,
+        )
+        estimator.fit(x.numpy(), labels.numpy())
+        losses = torch.tensor(estimator.history[:, "train_loss"])
+        return losses, torch.tensor(estimator.predict_proba(x.numpy()))
+
+    torch.manual_seed(5)
+    x, labels = torch.randn(50, 6), torch.randint(3, (50,))
+    plain = estimate(net())
+    kind = nn.DataParallel
+    ours = (
+        estimate(kind(net()))
+        if is_instance
+        else estimate(kind, module__module=net(), module__device_ids=[0, 1])
+    )
+    torch.testing.assert_close(ours, plain)
+
+
+# ---- fastai: a callback that wraps the model for a fit -------------------------------
+
+
+class Recurrent(nn.Module):
+    """Counts the calls of `reset`."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.last, self.n_resets = nn.GRU(6, 5), nn.Linear(5, 2), 0
+
+    def reset(self):
+        self.n_resets += 1
+
+    def forward(self, x):
+        return self.last(self.cell(x.transpose(0, 1))[0][-1])
+
+
+def reset_module(wrapper):
+    if hasattr(wrapper.module, "reset"):
+        wrapper.module.reset()
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_callback_like_fastais_wraps_the_model_while_it_fits(monkeypatch):
+    """fastai itself imports torchvision, which PyPI has for CUDA alone.
+
+    Its `to_parallel` patches a method onto `nn.DataParallel`, sets the learner's model
+    to a wrapper before the fit, and back to the wrapper's module after it.
+    """
+
+    def fit(learner, is_parallel):
+        if is_parallel:
+            learner["model"] = nn.DataParallel(learner["model"], device_ids=None)
+        model = learner["model"]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in batches:
+            model.reset()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        if is_parallel:
+            learner["model"] = model.module
+
+    monkeypatch.setattr(nn.DataParallel, "reset", reset_module, raising=False)
+    torch.manual_seed(6)
+    batches, plain = torch.randn(3, 7, 4, 6), Recurrent()
+    ours = copy.deepcopy(plain)
+    learners = {"model": plain}, {"model": ours}
+    for learner, is_parallel in zip(learners, (False, True), strict=True):
+        fit(learner, is_parallel)
+    assert learners[1]["model"] is ours
+    assert ours.n_resets == plain.n_resets == 3
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict())
+
+
+# ---- mmengine: a wrapper with steps, and one that skips the constructor --------------
+
+
+def train_by_mmengine(rank, n_ranks, library):
+    """Train a model and a pair of models; return all weights, and the bases' names."""
+    if library == "paceline":
+        paceline.install()
+    sys.modules["transformers"] = None  # mmengine imports it if it can: 2 s
+    from mmengine.model import (
+        BaseModel,
+        MMDistributedDataParallel,
+        MMSeparateDistributedDataParallel,
+    )
+    from mmengine.optim import OptimWrapper, OptimWrapperDict
+
+    def optimizer_of(module, **options):
+        return OptimWrapper(torch.optim.Adam(module.parameters(), lr=0.02), **options)
+
+    class Regressor(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.layers = net()
+
+        def forward(self, inputs, data_samples=None, mode="tensor"):
+            out = self.layers(inputs)
+            return {"loss": (out - data_samples).square()} if mode == "loss" else out
+
+    class Pair(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.generator, self.discriminator = net(2, 4), net(4, 1)
+            self.idle = nn.ReLU()
+
+        def forward(self, noise):
+            return self.generator(noise)
+
+        def train_step(self, data, optimizers):
+            real, noise = data
+            fake = self.generator(noise)
+            score = self.discriminator(real) - self.discriminator(fake.detach())
+            optimizers["discriminator"].update_params(-score.mean())
+            optimizers["generator"].update_params(-self.discriminator(fake).mean())
+            return {"score": score.mean()}
+
+    generator = torch.Generator().manual_seed(rank)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    model = MMDistributedDataParallel(module=Regressor())
+    optimizer = optimizer_of(model, accumulative_counts=2)
+    optimizer.initialize_count_status(model, 0, 4)
+    logs = []
+    for _ in range(4):
+        data = {"inputs": randn(5, 6), "data_samples": randn(5, 3)}
+        logs.append(model.train_step(data, optimizer)["loss"].detach())
+    pair = MMSeparateDistributedDataParallel(Pair()).train()
+    parts = {"generator": pair.module.generator}
+    parts["discriminator"] = pair.module.discriminator
+    optimizers = OptimWrapperDict(
+        **{k: optimizer_of(part) for k, part in parts.items()}
+    )
+    for _ in range(3):
+        logs.append(pair.train_step((randn(5, 4), randn(5, 2)), optimizers)["score"])
+    bases = {kind.__module__ for one in (model, pair) for kind in type(one).__bases__}
+    weights = [*model.state_dict().values(), *pair.state_dict().values()]
+    return [log.tolist() for log in logs], [w.tolist() for w in weights], bases
+
+
+@needs("mmengine")
+def test_the_wrappers_of_mmengine_train_as_over_torchs_class():
+    theirs, ours = (
+        values(run_ranks(train_by_mmengine, 2, library))
+        for library in ("torch", "paceline")
+    )
+    for (*plain, torchs), (*own, paceline_) in zip(theirs, ours, strict=True):
+        assert own == plain
+        assert torchs == {"torch.nn.parallel.distributed"}
+        assert paceline_ == {"paceline"}
+    assert ours[0][1] == ours[1][1]
