@@ -17,7 +17,7 @@ from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
 from paceline._dp.engine import Engine
 from paceline._dp.marker import has_mark, unmarked
-from paceline._dp.replicate import alone_because, check_lazy, parts_of
+from paceline._dp.replicate import alone_because, check_lazy, is_replica, parts_of
 from paceline._dp.threads import is_inside_replica
 from paceline._recorder import Steps
 
@@ -273,7 +273,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
 
     def _is_inner(self) -> bool:
         """Tell whether this call is inside a replica, or repeats such a call."""
-        if "_is_replica" in self.__dict__:
+        if is_replica(self):
             return True
         is_inner = is_inside_replica()
         if torch_graph.current_task() >= 0 and not is_inner:

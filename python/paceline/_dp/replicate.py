@@ -1,9 +1,13 @@
 """Replicas of a module: shells with copies of its parameters and buffers.
 
 A replica is like one of torch's ``replicate``, but its parameters are real ones:
-``next(self.parameters())`` works in its forward.  If an attribute refers to a part or
-parameter of the module, the replica's attribute refers to its own one.  The reference
-may also be a bound method, or be in a list, dict, partial or weak reference.
+``next(self.parameters())`` works in its forward.  So it lacks ``_is_replica``, which
+tells code for torch's replicas to look for parameters in ``__dict__``.  A second
+reference there would hide the tensors that ``functional_call`` puts in.
+
+If an attribute refers to a part or parameter of the module, the replica's attribute
+refers to its own one.  The reference may also be a bound method, or be in a list, dict,
+partial or weak reference.
 """
 
 from __future__ import annotations
@@ -144,11 +148,16 @@ def shell_of(part: Module) -> Module:
         copy = object.__new__(kind)
         held = copy.__dict__
         held.update(part.__dict__)  # assigning __dict__ would run Module.__setattr__
-        held["_is_replica"] = True
         return copy
     check_lazy((part,))
     copy = method(part)  # overridden by an RNN, a script or the user
+    copy.__dict__.pop("_is_replica", None)
     return copy
+
+
+def is_replica(module: Module) -> bool:
+    """Tell whether a module is part of a replica with its own tensors."""
+    return module.__dict__.get("zero_grad") is _zero_nothing
 
 
 def check_lazy(parts: Iterable[Module]) -> None:

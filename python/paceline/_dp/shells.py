@@ -282,7 +282,6 @@ class _Member:
             held = shell.__dict__
             held.clear()
             held.update(part.__dict__)
-            held["_is_replica"] = True
             replicate.fill(part, shell, copies, bring)
         held_by = [shell.__dict__ for shell in self.shells]
         self._held = _Dicts(held_by)

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from paceline._dp.replicate import is_replica
 from programs import Made, X, grown, module, parameter
 from replicas import ON_EACH, Twin, assert_same, grads_of, linear, loss_of
 from torch import nn
@@ -265,7 +266,7 @@ def test_replicas_take_turns_at_a_generator(wrap, kind):
     """From the time they may draw; replica 0 may be late then."""
 
     def forward(m, x, generator=None):
-        if m.is_late and not getattr(m, "_is_replica", False):
+        if m.is_late and not is_replica(m):
             time.sleep(0.05)
         return m.layer(x) * (DRAWS[kind](x, generator) if m.is_drawing else 1)
 
