@@ -168,6 +168,14 @@ def mask_of_shown(
     return bytes(id(leaf) in found for leaf in leaves)
 
 
+def edges_to(leaf: torch.Tensor, outputs: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield each node that returns a gradient for a leaf, and which one it is."""
+    for node in _nodes_behind([o for o in outputs if isinstance(o, torch.Tensor)]):
+        for i, (following, _) in enumerate(node.next_functions):
+            if getattr(following, "variable", None) is leaf:
+                yield node, i
+
+
 def _nodes_behind(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
     """Yield each node of the graph of `outputs` once."""
     seen: set[Any] = set()

@@ -47,7 +47,7 @@ from paceline._dp import originals, rng, transfers
 from paceline._dp.generators import generators_of, has_generator
 from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
-from paceline._dp.replicate import check_structure, held_by, parts_of, structure_of
+from paceline._dp.replicate import Trained, held_by, parts_of
 from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import InsideReplica, Task, ThreadPool
 
@@ -157,14 +157,14 @@ class Engine:
             where = group.indices[k], streams.handles[k]
             run = partial(self._run_on, *where, call)
             tasks.append(Task(run, k, group.devices[k]))
-        structure = structure_of(parts)
         outputs: list[Any] = []
         try:
             with InsideReplica():
                 if len(tasks) == 1:
                     return [tasks[0].run_and_take()]
+                trained = Trained(replicas)
                 outputs = self._run(parts, replicas, tasks, [*inputs[:1], *kwargs[:1]])
-            check_structure(parts, structure)
+            trained.check(outputs)
             return outputs
         finally:
             if self._replicated is not None:

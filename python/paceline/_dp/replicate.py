@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
-from paceline._compat import torch_core
+from paceline import _native
+from paceline._compat import torch_core, torch_graph
 
 _PLAIN_COPY = torch_core.PLAIN_COPY
 OWN_KEYS = frozenset(Module().__dict__)
@@ -173,53 +174,83 @@ def check_lazy(parts: Iterable[Module]) -> None:
                 )
 
 
-Structure = list[tuple[int, bool, int]]
-"""For each parameter and module of a part: its id, whether it is or may be trained, and
-its number of gradient hooks."""
+class Trained:
+    """The parameters of replicas before a forward, to find those that it makes.
 
-
-def structure_of(parts: Iterable[Module]) -> list[Structure]:
-    """Return the structure of each part, to detect changes."""
-    return [
-        [
-            *[
-                (id(p), True, len(p._backward_hooks or ()))
-                if p is not None and p.requires_grad
-                else (id(p), False, 0)
-                for p in part._parameters.values()
-            ],
-            *[(id(module), True, 0) for module in part._modules.values()],
-        ]
-        for part in parts
-    ]
-
-
-def check_structure(parts: Sequence[Module], before: list[Structure]) -> None:
-    """Raise if replica 0's forward changed what a part trains, or added hooks.
-
-    Each other replica did the same for itself: nothing trains what it made, and a hook
-    of replica 0 would receive the gradient of all replicas.
+    Each replica makes its own, and that of replica 0 would be trained by its own rows
+    alone.  If a new parameter takes the place of an old one, replica 0's stays, as
+    statistics of a batch norm do, but no gradient may arrive for it.
     """
-    for part, old, new in zip(parts, before, structure_of(parts), strict=True):
-        if old == new:
-            continue
-        pairs = list(zip(old, new, strict=False))
-        # A frozen parameter may be replaced.
-        if len(old) != len(new) or any(
-            was[0] != now[0] and (was[1] or now[1]) for was, now in pairs
-        ):
-            raise RuntimeError(
-                f"{type(part).__name__} has changed its parameters or modules in "
-                "forward, after its replicas were made: run the bare module once on a "
-                "small batch before you wrap it; the next call works"
-            )
-        for name, (was, now) in zip(part._parameters, pairs, strict=False):
-            if now[2] > was[2]:
+
+    def __init__(self, replicas: Sequence[Any]) -> None:
+        self._parts = [parts_of(r) if isinstance(r, Module) else [] for r in replicas]
+        self._held = list(map(_held_by_each, self._parts))
+        self._hooks = [
+            (part, name, p, len(p._backward_hooks or ()))
+            for part in self._parts[0]
+            for name, p in part._parameters.items()
+            if p is not None and p.requires_grad
+        ]
+
+    def check(self, outputs: Sequence[Any]) -> None:
+        """Raise if replicas made parameters, or added hooks to those of replica 0.
+
+        Such a hook would receive the gradient of all replicas.
+        """
+        for k, (parts, held) in enumerate(zip(self._parts, self._held, strict=True)):
+            if _native.differing(_held_by_each(parts), held, self):
+                self._check_new(k, outputs[k])
+        for part, name, p, n_hooks in self._hooks:
+            if len(p._backward_hooks or ()) > n_hooks:
                 raise RuntimeError(
                     f"a forward of DataParallel has registered a hook on the parameter "
                     f"'{name}' of {type(part).__name__} in each replica: register it "
                     "before the forward, to get the gradient of the whole batch"
                 )
+
+    def _check_new(self, k: int, output: Any) -> None:
+        parts, held = self._parts[k], self._held[k][::2]
+        before = dict(zip(map(id, parts), held, strict=True))
+        known = {id(p) for each in held for p in each.values()}
+        for part in parts_of(parts[0]):
+            for name, p in part._parameters.items():
+                if p is None or not p.requires_grad or id(p) in known:
+                    continue
+                where = f"the parameter '{name}' of {type(part).__name__}"
+                if before.get(id(part), {}).get(name) is None:
+                    raise RuntimeError(
+                        f"a forward of DataParallel has made {where}: each replica "
+                        "trains its own; make it in __init__ or, if only the first "
+                        "forward makes it, run the bare module once on a small batch "
+                        "before you wrap it"
+                    )
+                if k == 0:
+                    _refuse_gradient(p, where, output)
+                else:  # it goes with its replica
+                    p.register_hook(partial(_refuse, where))  # type: ignore[no-untyped-call]
+
+
+def _held_by_each(parts: Iterable[Module]) -> list[dict[str, Any]]:
+    """Return the parameters of each part, and its children."""
+    return [dict(of) for part in parts for of in (part._parameters, part._modules)]
+
+
+def _refuse(where: str, grad: torch.Tensor | None) -> None:
+    if grad is not None:
+        raise RuntimeError(
+            f"a gradient has arrived for {where}, which a forward of DataParallel has "
+            "replaced: each replica has its own; write to the old one instead, by "
+            "p.data.copy_(new), or use the new one detached"
+        )
+
+
+def _refuse_gradient(p: Parameter, where: str, output: Any) -> None:
+    """Have a backward raise if it has a gradient for a parameter of replica 0.
+
+    Later forwards train the parameter, so hooks on this forward's graph watch it.
+    """
+    for node, i in torch_graph.edges_to(p, _native.flatten(output)[1]):
+        node.register_hook(lambda grads, _, i=i: _refuse(where, grads[i]))
 
 
 def fill(

@@ -13,7 +13,7 @@ checks it again.  If it is still held, a new replica takes its place.
 Reference counts of a part and of its dictionaries show whether anything holds a
 replica.  The counts are right only if a part's parent alone refers to it.  If an
 attribute or a hook does (a bound method of a part, a list of parts), each forward makes
-new replicas.
+new replicas.  So does a forward that sets parts.
 """
 
 from __future__ import annotations

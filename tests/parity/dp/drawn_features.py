@@ -86,6 +86,17 @@ LAYERS = {
         "x = self.s$(x) - self.t$(x).relu()",
         ("m.t$.weight = nn.Parameter(m.s$.weight.detach() + 1)",),
     ),
+    "parts made by forward": Feature(
+        "self.a$ = linear($); self.kind$ = nn.ReLU",
+        "self.f$ = self.kind$(); self.g$ = nn.Sequential(self.a$, self.f$); "
+        "x = self.g$(x)",
+        (
+            "m.kind$ = nn.Identity",
+            "m.a$ = linear($ + 5)",
+            "m.a$.weight.data.add_(1)",
+            "m.a$.bias = nn.Parameter(m.a$.bias.detach() - 1)",
+        ),
+    ),
     "lists of layers": Feature(
         "self.l$ = nn.ModuleList([linear($), linear($ + 1)]); "
         "self.k$ = nn.ModuleDict({'a': linear($ + 2)})",

@@ -1,17 +1,23 @@
 """Forbidden uses of replicas, by a forward or a caller, raise one clear error."""
 
+import copy
+
 import pytest
 import torch
 from programs import X, buffer, module, parameter
 from replicas import (
     F64,
+    ON_EACH,
     ON_GPUS,
     Parent,
     Twin,
+    assert_same_grads,
     bare,
+    here,
     integer_weights,
     integers,
     linear,
+    loss_of_all,
     net,
     step,
 )
@@ -25,8 +31,13 @@ def grows(m, x):
     return m.layers[1](m.layers[0](x))
 
 
-def replaces(m, x):
-    m.layer.weight = nn.Parameter(m.layer.weight.detach() * 2)
+def adds(m, x):
+    m.shift = nn.Parameter(torch.ones(3, **F64))
+    return m.layer(x) + m.shift
+
+
+def replaces_a_part(m, x):
+    m.layer = linear()
     return m.layer(x)
 
 
@@ -81,8 +92,9 @@ OWN = {"layers": nn.ModuleList([linear()])}
 
 # name: (forward, held, pattern of the error)
 MUST_NOT = {
-    "make a layer": (grows, OWN, "changed its"),
-    "replace a parameter": (replaces, {}, "changed its parameters or modules"),
+    "make a layer": (grows, OWN, "made the parameter 'weight' of Linear"),
+    "make a parameter": (adds, {}, "made the parameter 'shift' of Made"),
+    "make a part anew": (replaces_a_part, {}, "made the parameter 'weight'"),
     "hook a parameter": (hooks, {}, "a hook on"),
     "freeze a part": (freezes, {"judge": net()}, "change requires_grad flags"),
     "return a nested tensor": (nests, {}, r"is a nested tensor.*override gather"),
@@ -124,6 +136,62 @@ def test_a_copy_must_not_outgrow_its_place_on_a_gpu(wrap, forward, held):
         ours(X)
 
 
+def all_replicas(x):
+    return True
+
+
+def the_first_replica(x):
+    return torch.equal(x[0].cpu(), X[0])
+
+
+def the_last_replica(x):
+    return torch.equal(x[-1].cpu(), X[-1])
+
+
+def run_plainly(part, x):
+    return part(x)
+
+
+def run_by_a_checkpoint(part, x):
+    return checkpoint(part, x.clone().requires_grad_(), use_reentrant=True)
+
+
+@ON_EACH
+@pytest.mark.parametrize(
+    ("which", "run"),
+    [
+        (all_replicas, run_plainly),
+        (the_first_replica, run_plainly),
+        (the_last_replica, run_plainly),
+        (all_replicas, run_by_a_checkpoint),  # its gradient arrives out of the graph
+    ],
+)
+def test_no_gradient_may_arrive_for_a_parameter_that_a_forward_has_replaced(
+    wrap, which, run
+):
+    def replaces(m, x):
+        if m.replaces and which(x):
+            m.layer.weight = nn.Parameter(m.layer.weight.detach() * 2)
+        return {"out": run(m.layer, x), "apart": x * m.scale}
+
+    scale = parameter(torch.ones(3, **F64))
+    ours = wrap(module(replaces, layer=linear(), scale=scale, replaces=True))
+    out = ours(X)
+    out["apart"].sum().backward()  # not its gradient
+    with pytest.raises(
+        RuntimeError, match="a gradient has arrived for the parameter 'weight'"
+    ):
+        out["out"].sum().backward()
+    with torch.no_grad():
+        ours(X)
+    ours.module.replaces = False
+    ours.zero_grad()
+    plain = copy.deepcopy(ours.module)
+    for model in (plain, ours):  # the new parameter is trained from now on
+        loss_of_all(model(here(model, X))).backward()
+    assert_same_grads(ours, plain)
+
+
 def test_a_backward_must_know_whether_the_call_that_it_repeats_was_in_a_replica(wrap):
     inner = wrap(nn.Sequential(linear(), nn.Dropout()))
     outer, x = wrap(Parent(inner)), X.clone().requires_grad_()
@@ -144,7 +212,7 @@ def test_a_parameter_must_not_be_on_another_device(wrap):
 
 def test_a_layer_that_a_forward_has_made_is_trained_from_then_on(wrap):
     ours = wrap(module(grows, **OWN))
-    with pytest.raises(RuntimeError, match="changed its parameters or modules"):
+    with pytest.raises(RuntimeError, match=r"has made the parameter .* bare module"):
         ours(X)
     twin = Twin(lambda inner, n: ours, bare(ours))
     twin.inner = bare(ours)
