@@ -270,7 +270,7 @@ def fill(
         hooks = held.get(name)
         held[name] = OrderedDict()
         if hooks:
-            held[name].update(hooks_of(hooks, copies))
+            held[name].update(hooks_of(hooks, copies, bring))
     held.pop("_compiled_call_impl", None)  # of part.compile(): calls the original
     for name in held.keys() - OWN_KEYS:
         value = held[name]
@@ -278,20 +278,16 @@ def fill(
             held[name] = renewed(value, copies, bring)
     for name in copyreg._slotnames(part.__class__):  # type: ignore[attr-defined]
         if hasattr(part, name):
-            object.__setattr__(copy, name, _renewed(getattr(part, name), copies))
+            object.__setattr__(copy, name, renewed(getattr(part, name), copies, bring))
     if "dynamo_ctx" in held:  # torch.compile(part): its forward calls the original
         copy._initialize()  # type: ignore[operator]
 
 
-def hooks_of(hooks: dict[Any, Any], copies: dict[int, Any]) -> dict[Any, Any]:
+def hooks_of(
+    hooks: dict[Any, Any], copies: dict[int, Any], bring: Bring
+) -> dict[Any, Any]:
     """Return a part's hooks for its replica."""
-    return {key: _renewed(hook, copies) for key, hook in hooks.items()}
-
-
-def renewed(value: Any, copies: dict[int, Any], bring: Bring) -> Any:
-    """Return the value of a part's attribute in its replica."""
-    own = _renewed(value, copies)
-    return bring(value) if own is value and isinstance(value, torch.Tensor) else own
+    return {key: renewed(hook, copies, bring) for key, hook in hooks.items()}
 
 
 def _zero_nothing(set_to_none: bool = True) -> None:
@@ -324,52 +320,60 @@ def _fill_script(
 
 
 _LEVELS = 3
+_DICTS = (dict, OrderedDict)
+CONTAINERS = (list, tuple, *_DICTS)
 CONSTANTS = frozenset((int, bool, float, str, type(None)))
 
 
-def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any:
+def renewed(
+    value: Any, copies: dict[int, Any], bring: Bring, n_levels: int = _LEVELS
+) -> Any:
     """Return the replica's value of an attribute; most values are the same.
 
-    The first entry of a list or dict decides whether its entries are renewed, so a list
-    of a million strings is not searched.  All replicas share values that hold nothing
-    of the module.
+    The first entry of a list or dict that is not None decides whether its entries are
+    renewed, so a list of a million strings is not searched.  All replicas share values
+    that hold nothing of the module, and no tensor on another device.
     """
     if isinstance(value, (Module, torch.Tensor)):
-        return copies.get(id(value), value)
+        own = copies.get(id(value))
+        if own is None:
+            return bring(value) if isinstance(value, torch.Tensor) else value
+        return own
     kind = type(value)
     if kind is MethodType:
         owner = copies.get(id(value.__self__))
         return value if owner is None else MethodType(value.__func__, owner)
-    if kind is partial:
-        given = (value.func, *value.args, *value.keywords.values())
-        entries = [_renewed(v, copies, n_levels - 1) for v in given]
-        if _are_same(given, entries):
-            return value
-        function, *args = entries[: 1 + len(value.args)]
-        named = zip(value.keywords, entries[1 + len(value.args) :], strict=True)
-        return partial(function, *args, **dict(named))
     if kind is weakref.ref:
         own = copies.get(id(value()))
         return value if own is None else weakref.ref(own)
-    if kind in (list, tuple) and leads(value, n_levels):
-        entries = [_renewed(v, copies, n_levels - 1) for v in value]
-        return value if _are_same(value, entries) else kind(entries)
-    if kind is dict and leads(value, n_levels):
-        entries = [_renewed(v, copies, n_levels - 1) for v in value.values()]
-        is_same = _are_same(value.values(), entries)
-        return value if is_same else dict(zip(value, entries, strict=True))
-    return value
+    if kind is partial:
+        given = [value.func, *value.args, *value.keywords.values()]
+    elif kind in CONTAINERS and leads(value, n_levels):
+        given = list(value.values() if kind in _DICTS else value)
+    else:
+        return value
+    gpus = {v.device for v in given if isinstance(v, torch.Tensor) and not v.is_cpu}
+    if len(gpus) > 1:  # replicas fill it: they share it
+        bring = _as_it_is
+    entries = [renewed(v, copies, bring, n_levels - 1) for v in given]
+    if all(map(operator.is_, given, entries)):
+        return value
+    if kind is partial:
+        function, *args = entries[: 1 + len(value.args)]
+        named = zip(value.keywords, entries[1 + len(value.args) :], strict=True)
+        return partial(function, *args, **dict(named))
+    return kind(zip(value, entries, strict=True) if kind in _DICTS else entries)
 
 
-def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Tell whether two containers hold the same objects, so replicas can share one."""
-    return all(map(operator.is_, values, others))
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def leads(value: Any, n_levels: int = _LEVELS) -> bool:
-    """Tell whether a list, or the values of a dict, begin with a module or a tensor."""
-    first = next(iter(value.values() if isinstance(value, dict) else value), None)
-    if not isinstance(first, (list, tuple, dict)):
+    """Tell whether a list, or a dict's values, begin with a module or a tensor."""
+    entries = value.values() if isinstance(value, dict) else value
+    first = next((entry for entry in entries if entry is not None), None)
+    if not isinstance(first, CONTAINERS):
         return isinstance(first, (Module, torch.Tensor))
     n_levels -= isinstance(first, dict)  # its values are one level more
     return n_levels > 1 and leads(first, n_levels - 1)

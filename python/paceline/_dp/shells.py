@@ -34,7 +34,6 @@ from paceline._dp import replicate
 from paceline._dp.replicate import Bring
 
 _TENSORS = ("_parameters", "_buffers")
-_CONTAINERS = (list, tuple, dict)
 _ANY = object()
 """Stands for a value that may be any object."""
 # An RNN's method renews its list of tensors, as replicate.renewed() does.
@@ -56,7 +55,7 @@ def can_be_kept(parts: Iterable[Module]) -> bool:
 
 def _is_live(value: Any) -> bool:
     """Tell whether an attribute's value differs in each replica and forward."""
-    if type(value) in _CONTAINERS:
+    if type(value) in replicate.CONTAINERS:
         return replicate.leads(value)
     if type(value) is MethodType:
         value = value.__self__  # _leads_to_part() finds methods of parts
@@ -75,8 +74,8 @@ def _leads_to_part(value: Any, n_levels: int = 4) -> bool:
         entries = (value(),)
     elif kind is partial:
         entries = (value.func, *value.args, *value.keywords.values())
-    elif kind in _CONTAINERS and replicate.leads(value):
-        entries = value.values() if kind is dict else value
+    elif kind in replicate.CONTAINERS and replicate.leads(value):
+        entries = value.values() if issubclass(kind, dict) else value
     return isinstance(value, Module) or (
         n_levels > 0 and any(_leads_to_part(entry, n_levels - 1) for entry in entries)
     )
@@ -125,7 +124,7 @@ class _Sorted:
                 continue
             if _is_live(value):
                 self.live.append(name)
-            elif type(value) not in _CONTAINERS:
+            elif type(value) not in replicate.CONTAINERS:
                 self.leads_to_part |= _leads_to_part(value)
             elif type(value) is not tuple or not {*map(type, value)} <= constants:
                 self.watched.append(value)
@@ -271,7 +270,7 @@ class _Member:
                 value = plan.attributes.dicts[i][name]
                 held[i][name] = replicate.renewed(value, copies, bring)
         for i, name, values in hooks:
-            held[i][name].update(replicate.hooks_of(values, copies))
+            held[i][name].update(replicate.hooks_of(values, copies, bring))
         for i, kind, name, number in plan.tensors:
             held[i][kind][name] = flat[number]
 

@@ -252,6 +252,19 @@ STATE = {
             "m.t$ = nn.Parameter(ints(4, 3))",
         ),
     ),
+    "tensors in containers": Feature(
+        "self.t$ = [ints(4, $), [ints(4, $ + 1)]]",
+        _FACTOR.format("form(self.t$[0]) - self.t$[1][0]"),
+        (
+            "m.t$[0] = ints(4, 9)",
+            "m.t$[1] = (m.t$[0], None)",
+            "m.t$[1][0].add_(1)",
+            "m.t$[0].data[2] = 5",
+            "m.t$ = tuple(m.t$)",
+            "m.t$ = {0: ints(4, 3), 1: {0: ints(4, 6)}}",
+            "m.t$ = nn.ParameterList([ints(4, 2), ints(1, 4)])",
+        ),
+    ),
     "views": Feature(
         "self.t$ = ints(8, $); self.u$ = self.t$[::2]",
         _FACTOR.format("form(self.u$) + self.t$[:4]"),
