@@ -7,12 +7,12 @@ changes between forwards.
 
 import gc
 import weakref
-from functools import partial
+from functools import cached_property, lru_cache, partial
 
 import pytest
 import torch
 from kept import as_new
-from replicas import Twin, Wrap, integers, loss_of
+from replicas import ON_EACH, Twin, Wrap, integers, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -272,3 +272,47 @@ def test_what_has_more_than_a_dictionary_is_made_anew(wrap_on_gpus):
         take_steps(ours, 2)
         assert not members(ours)
     assert ours.module.shared["n"] == 2 * (N - 1)
+
+
+class ByProperty(nn.Linear):
+    """Caches a table as the documents advise."""
+
+    @cached_property
+    def table(self):
+        return torch.ones(3, device=self.weight.device)
+
+    def forward(self, x):
+        return super().forward(x) * self.table
+
+
+class ByStaticMethod(ByProperty):
+    @staticmethod
+    @lru_cache
+    def made(n, device):
+        return torch.ones(n, device=device)
+
+    @property
+    def table(self):
+        return self.made(3, self.weight.device)
+
+
+class ByMethod(ByProperty):
+    @lru_cache  # noqa: B019
+    def made(self, n):
+        return torch.ones(n, device=self.weight.device)
+
+    @property
+    def table(self):
+        return self.made(3)
+
+
+@ON_EACH
+@pytest.mark.parametrize("kind", [ByProperty, ByStaticMethod, ByMethod])
+def test_a_cache_keeps_replicas_only_if_they_are_among_its_keys(wrap, kind):
+    ours = wrap(kind(3, 3).double(), 2)
+    for _ in range(5):
+        ours(X).sum().backward()
+    gc.collect()
+    n_alive = sum(type(each) is kind for each in gc.get_objects())
+    assert n_alive == (6 if kind is ByMethod else 2)
+    ByMethod.made.cache_clear()
