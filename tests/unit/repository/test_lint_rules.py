@@ -101,6 +101,8 @@ C_ROWS = [
     *rows(PLAN, None, function(60)),
     *rows(PLAN, "function-size", function(61)),
     *rows(PLAN, None, "static const int t[] = {\n" + "    1,\n" * 100 + "};\n"),
+    *rows(PLAN, None, "int n;\n" * 1000),
+    *rows(PLAN, "file-size", "int n;\n" * 1001),
 ]
 PYTHON_ROWS = [
     *rows("python/paceline/x.py", None, "x = 1\n" * 500),
