@@ -1,4 +1,4 @@
-/* hierarchy_exchange.c - exchanges the data of operations between leaders. */
+/* hierarchy_exchange.c - moves operations up, between leaders, and down, in order. */
 #include <poll.h>
 
 #include "backend/cpu_scale.h"
@@ -13,6 +13,11 @@ enum {
     POLL_MS = 10,         /* for the links alone */
     POLL_BOTH_NS = 100 * 1000 /* ... if this host's ranks are awaited, too */
 };
+
+static char *range_of(const hierarchy *self, const pl_op *op)
+{
+    return self->super.arena + op->offset_bytes;
+}
 
 /* Whether means are weighed by the hosts' numbers of ranks, because these differ. */
 static int is_weighed(const hierarchy *self, const pl_op *op)
@@ -379,7 +384,8 @@ done:
     return st;
 }
 
-pl_status pli_hierarchy_exchange(hierarchy *self)
+/* Finds what has gone up, sends it, and receives what other hosts have sent. */
+static pl_status exchange_all(hierarchy *self)
 {
     pl_status st = PL_OK;
     int is_done = 1;
@@ -390,6 +396,103 @@ pl_status pli_hierarchy_exchange(hierarchy *self)
     /* Receive data once its operation is issued here, even if it is added up later. */
     while (is_done && self->n_exchanged < self->n_up)
         PL_TRY(exchange(self, &is_done));
+done:
+    if (st != PL_OK)
+        pli_hierarchy_fail_between(self);
+    return st;
+}
+
+/* ---- inside the host ------------------------------------------------------------ */
+
+/* The part of `op` that the host's own world does first; 0 if it does none. */
+static int op_up(const hierarchy *self, const pl_op *op, pl_op *out)
+{
+    const peer *here = &self->peers[self->host];
+    *out = *op;
+    switch (op->kind) {
+    case PL_ALL_REDUCE:
+        out->kind = PL_REDUCE;
+        out->root = 0;
+        return 1;
+    case PL_BROADCAST:
+        out->root = op->root - here->first_rank;
+        return host_of_rank(self, op->root) == self->host;
+    case PL_ALL_GATHER: {
+        const size_t block = op->n_elems / (size_t)self->super.world_size;
+        out->offset_bytes +=
+            (size_t)here->first_rank * block * pl_dtype_bytes(op->dtype);
+        out->n_elems = (size_t)here->n_ranks * block;
+        return 1;
+    }
+    case PL_BARRIER:
+        return 1;
+    case PL_REDUCE:
+    case PL_N_OP_KINDS:
+        break;
+    }
+    return 0;
+}
+
+/* ... and the part that it does last. */
+static int op_down(const hierarchy *self, const pl_op *op, pl_op *out)
+{
+    *out = *op;
+    out->root = 0;
+    if (op->kind == PL_BARRIER)
+        return 1;
+    out->kind = PL_BROADCAST;
+    return op->kind != PL_BROADCAST || host_of_rank(self, op->root) != self->host;
+}
+
+static pl_status issue_inside(hierarchy *self, const pl_op *op)
+{
+    const pl_status st = pl_comm_issue(self->super.base, op, &self->last_inner);
+    return st == PL_OK ? st : pli_hierarchy_fail_as_inside(self, st);
+}
+
+static pl_status go_up(hierarchy *self, operation *entry)
+{
+    pl_status st = PL_OK;
+    pl_op op;
+    entry->up = 0;
+    if (!is_alone_on_host(self) && op_up(self, &entry->op, &op)) {
+        PL_TRY(issue_inside(self, &op));
+        entry->up = self->last_inner;
+    }
+    self->n_up++;
+done:
+    return st;
+}
+
+static pl_status go_down(hierarchy *self, operation *entry)
+{
+    pl_status st = PL_OK;
+    pl_op op;
+    if (!is_alone_on_host(self) && op_down(self, &entry->op, &op))
+        PL_TRY(issue_inside(self, &op));
+    entry->whole = self->last_inner;
+    self->n_down++;
+done:
+    return st;
+}
+
+pl_status pli_hierarchy_pass_on(hierarchy *self)
+{
+    pl_status st = PL_OK;
+    uint64_t before;
+    do {
+        before = self->n_up + self->n_down;
+        while (self->n_up < self->n_issued &&
+               (is_alone_on_host(self) || self->n_down == self->n_up ||
+                operation_at(self, self->n_up)->op.is_followed))
+            PL_TRY(go_up(self, operation_at(self, self->n_up + 1)));
+        if (self->links != NULL)
+            PL_TRY(exchange_all(self));
+        while (self->n_down < self->n_up &&
+               (is_alone_on_host(self) || self->n_down < self->n_whole) &&
+               (self->links == NULL || self->n_down < self->n_exchanged))
+            PL_TRY(go_down(self, operation_at(self, self->n_down + 1)));
+    } while (self->n_up + self->n_down != before);
 done:
     return st;
 }

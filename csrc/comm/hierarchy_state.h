@@ -1,4 +1,5 @@
-/* hierarchy_state.h - state of a hierarchy; for hierarchy*.c only. */
+/* hierarchy_state.h - state of a hierarchy; for hierarchy.c and hierarchy_exchange.c.
+ */
 #ifndef PLI_HIERARCHY_STATE_H
 #define PLI_HIERARCHY_STATE_H
 
@@ -119,72 +120,11 @@ static inline int host_of_rank(const hierarchy *self, int rank)
     return h;
 }
 
-static inline char *range_of(const hierarchy *self, const pl_op *op)
-{
-    return self->super.arena + op->offset_bytes;
-}
-
 /* The count in an operation's number. */
 static inline unsigned long long count_of(uint64_t number)
 {
     return number & ((UINT64_C(1) << PLI_EPOCH_SHIFT) - 1);
 }
-
-/* PL_EPEER on a leader whose world has failed (hierarchy_failure.c). */
-pl_status pli_hierarchy_check(hierarchy *self) PL_MUST_USE;
-
-typedef enum failure_kind {
-    STEP_FAILED, /* all hosts can leave it behind */
-    WORLD_FAILED
-} failure_kind;
-
-/* Fails this rank's world, and tells all ranks of all hosts; NULL: the message follows.
- * An earlier failure stands. */
-void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message);
-
-/* Likewise, with the failure `st` that the host's own world has just met, and its
- * message; the host's ranks know of it.  Returns `st`. */
-pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st) PL_MUST_USE;
-
-/* Likewise, with what leaders have just met. */
-void pli_hierarchy_fail_between(hierarchy *self);
-
-/* Function of pl_comm_ops. */
-pl_status pli_hierarchy_query(pl_comm *comm, pli_query what) PL_MUST_USE;
-
-/* On a leader: the same query about the other hosts. */
-pl_status pli_hierarchy_query_hosts(hierarchy *self, pli_query what) PL_MUST_USE;
-
-/* PL_EPEER if another host has reported that it cannot go on. */
-pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
-
-/* Advances the issued operations as far as possible, or fails if the world has; call it
- * with the lock held. */
-pl_status pli_hierarchy_advance(hierarchy *self) PL_MUST_USE;
-
-/* Likewise, unless another thread is doing so or there is nothing to do. */
-pl_status pli_hierarchy_advance_unless_busy(hierarchy *self) PL_MUST_USE;
-
-/* After a failure of the step here: sends each other host, after its data, the mark
- * that no more will come, as far as possible without waiting (hierarchy_failure.c). */
-void pli_hierarchy_give_up(hierarchy *self);
-
-/* Likewise, from any thread, but not before the failure's message is sent. */
-void pli_hierarchy_give_up_unless_words_follow(hierarchy *self);
-
-/* Tells the other hosts of a failure, once. */
-void pli_hierarchy_send_failure(hierarchy *self);
-
-/* Functions of pl_comm_ops. */
-void pli_hierarchy_abort(pl_comm *comm, const char *message);
-void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message);
-
-/* Function of pl_comm_ops (hierarchy_recover.c). */
-pl_status pli_hierarchy_recover(pl_comm *comm, int64_t slice_ns,
-                                pl_recovery *out) PL_MUST_USE;
-
-/* Whether all ranks of this host have the result of an operation. */
-int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number);
 
 /* The number before an epoch's first operation; also the mark before the epoch. */
 static inline uint64_t first_number_of(uint64_t epoch)
@@ -192,8 +132,16 @@ static inline uint64_t first_number_of(uint64_t epoch)
     return epoch << PLI_EPOCH_SHIFT;
 }
 
-/* Finds what has gone up, sends it, and receives what other hosts have sent. */
-pl_status pli_hierarchy_exchange(hierarchy *self) PL_MUST_USE;
+/* Fails the world with the failure `st` that the host's own world has just met, and its
+ * message; the host's ranks know of it.  Returns `st`. */
+pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st) PL_MUST_USE;
+
+/* Likewise, with what leaders have just met. */
+void pli_hierarchy_fail_between(hierarchy *self);
+
+/* Passes operations to the host's own world in its order: of operations that follow one
+ * another, all go up before the first goes down.  Leaders exchange what has gone up. */
+pl_status pli_hierarchy_pass_on(hierarchy *self) PL_MUST_USE;
 
 /* Continues a message, its head and its data, as far as possible without waiting. */
 pl_status pli_hierarchy_send(hierarchy *self, int host,

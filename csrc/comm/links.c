@@ -183,7 +183,7 @@ const char *pli_links_name(const pli_links *self, int host)
     return self->links[host].name;
 }
 
-/* ---- notices --------------------------------------------------------------------- */
+/* ---- notices -------------------------------------------------------------------- */
 
 /* Takes a notice that has arrived in full. */
 static void take_notice(connection *link)
