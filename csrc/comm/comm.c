@@ -22,6 +22,17 @@ uint64_t pli_op_hash(const pl_op *op)
     return pli_hash_with(pli_hash_with(what, op->offset_bytes), op->n_elems);
 }
 
+void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
+                 size_t *first, size_t *n)
+{
+    const size_t line = elem_bytes < PL_CACHE_LINE ? PL_CACHE_LINE / elem_bytes : 1;
+    const size_t n_lines = (n_elems + line - 1) / line;
+    const size_t share = (n_lines + (size_t)world_size - 1) / (size_t)world_size * line;
+    const size_t begin = share * (size_t)rank;
+    *first = begin < n_elems ? begin : n_elems;
+    *n = n_elems - *first < share ? n_elems - *first : share;
+}
+
 static int is_reducing(pl_op_kind kind)
 {
     return kind == PL_ALL_REDUCE || kind == PL_REDUCE;

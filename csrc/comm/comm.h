@@ -220,4 +220,8 @@ uint64_t pli_op_hash(const pl_op *op);
 
 const char *pli_op_kind_text(pl_op_kind kind);
 
+/* The part of a range that `rank` owns: whole cache lines, except the last. */
+void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
+                 size_t *first, size_t *n);
+
 #endif

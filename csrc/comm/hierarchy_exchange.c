@@ -5,7 +5,6 @@
 #include "core/alloc.h"
 #include "core/crc32c.h"
 #include "hierarchy_state.h"
-#include "shm_comm.h"
 
 enum {
     SHARED_LEAST_BYTES = 1 << 16, /* that adding up in parts must save */

@@ -185,6 +185,76 @@ void pli_segment_enter(const pli_shm_segment *segment, int rank, int pid,
     atomic_store(&state->life, PLI_PRESENT);
 }
 
+static off_t offset_of(const pli_shm_segment *segment, int rank, size_t offset_bytes)
+{
+    return (off_t)(segment->arenas_at + (size_t)rank * segment->arena_bytes +
+                   offset_bytes);
+}
+
+pl_status pli_segment_map_again(const pli_shm_segment *segment, int rank,
+                                size_t offset_bytes, size_t bytes, void **out)
+{
+    pl_status st = PL_OK;
+    const off_t at = offset_of(segment, rank, offset_bytes);
+    /* Without a file, mremap() with an old size of 0 maps the same pages again. */
+    void *memory =
+        segment->fd >= 0
+            ? PL_SYS_PTR(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                              segment->fd, at),
+                         MAP_FAILED)
+            : PL_SYS_PTR(mremap(segment->base + at, 0, bytes, MREMAP_MAYMOVE),
+                         MAP_FAILED);
+    if (memory == MAP_FAILED)
+        PL_FAIL_ERRNO("cannot map %zu bytes of gradients", bytes);
+    (void)madvise(memory, bytes, 22 /* MADV_POPULATE_READ: no faults later */);
+    *out = memory;
+done:
+    return st;
+}
+
+/* Writes to each private page of the file, which makes the kernel copy it. */
+static pl_status map_privately(void *base, size_t n_bytes, int fd, off_t at)
+{
+    pl_status st = PL_OK;
+    const size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    if (PL_SYS_PTR(mmap(base, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+                        fd, at),
+                   MAP_FAILED) == MAP_FAILED)
+        PL_FAIL_ERRNO("no memory for a private copy of %zu bytes", n_bytes);
+    for (size_t i = 0; i < n_bytes; i += page_bytes)
+        (void)atomic_fetch_or((atomic_char *)base + i, 0);
+done:
+    return st;
+}
+
+static pl_status make_private(void *base, size_t n_bytes, int fd, off_t at)
+{
+    pl_status st = PL_OK;
+    if (fd >= 0)
+        return map_privately(base, n_bytes, fd, at);
+    void *copy = PL_SYS_PTR(
+        mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
+        MAP_FAILED);
+    if (copy == MAP_FAILED)
+        PL_FAIL_ERRNO("no memory for a private copy of %zu bytes", n_bytes);
+    memcpy(copy, base, n_bytes);
+    if (PL_SYS_PTR(mremap(copy, n_bytes, n_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base),
+                   MAP_FAILED) == MAP_FAILED)
+        PL_FAIL_ERRNO("cannot make %zu bytes of shared memory private", n_bytes);
+    copy = MAP_FAILED;
+done:
+    if (copy != MAP_FAILED)
+        (void)munmap(copy, n_bytes);
+    return st;
+}
+
+pl_status pli_segment_unshare(const pli_shm_segment *segment, int rank,
+                              size_t offset_bytes, size_t bytes, void *memory)
+{
+    return make_private(memory, bytes, segment->fd,
+                        offset_of(segment, rank, offset_bytes));
+}
+
 void pli_segment_fini(pli_shm_segment *segment)
 {
     if (segment->base != NULL && segment->owner_pid != getpid())
@@ -194,6 +264,14 @@ void pli_segment_fini(pli_shm_segment *segment)
     if (segment->fd >= 0)
         (void)close(segment->fd);
     *segment = (pli_shm_segment){.fd = -1};
+}
+
+void pli_segment_release(pli_shm_segment *segment)
+{
+    if (segment == NULL || atomic_fetch_sub(&segment->n_users, 1) > 1)
+        return;
+    pli_segment_fini(segment);
+    pli_free(segment);
 }
 
 uint32_t pli_ring_ops(size_t n_ops)

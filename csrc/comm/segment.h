@@ -52,7 +52,7 @@ typedef struct pli_header {
     _Alignas(PL_CACHE_LINE) _Atomic uint32_t wakeup; /* futex word */
     _Atomic uint32_t n_waiters;
     /* The last operation that all ranks are known to have posted, and to have done: see
-     * shm_counters.c. */
+     * shm_comm.c. */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t all_posted;
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t all_done;
 } pli_header;
@@ -116,8 +116,22 @@ void pli_segment_keep_from_children(const pli_shm_segment *segment, int rank);
 void pli_segment_enter(const pli_shm_segment *segment, int rank, int pid,
                        uint64_t process, uint32_t thread);
 
+/* Maps a range of a rank's arena a second time. */
+pl_status pli_segment_map_again(const pli_shm_segment *segment, int rank,
+                                size_t offset_bytes, size_t bytes,
+                                void **out) PL_MUST_USE;
+
+/* Makes such a mapping private, in place, and keeps its contents: with a file, also
+ * what other threads write meanwhile. */
+pl_status pli_segment_unshare(const pli_shm_segment *segment, int rank,
+                              size_t offset_bytes, size_t bytes,
+                              void *memory) PL_MUST_USE;
+
 /* Does nothing in a forked child. */
 void pli_segment_fini(pli_shm_segment *segment);
+
+/* Drops one share of a segment on the heap; the last frees it.  NULL is allowed. */
+void pli_segment_release(pli_shm_segment *segment);
 
 static inline pli_header *pli_header_of(const pli_shm_segment *segment)
 {

@@ -44,11 +44,6 @@ typedef struct pli_shm_comm {
     int notice_from;           /* the rank whose notice this one waits for */
 } pli_shm_comm;
 
-static inline pli_shm_comm *pli_shm_of(pl_comm *comm)
-{
-    return (pli_shm_comm *)(void *)comm;
-}
-
 typedef struct pli_shm_comm_options {
     pli_shm_segment *segment; /* one share of it passes to the comm on success */
     pli_progress *progress;
@@ -60,15 +55,5 @@ typedef struct pli_shm_comm_options {
 /* Joins rank `options->rank` to a mapped segment. */
 pl_status pli_shm_comm_create(const pli_shm_comm_options *options,
                               pli_shm_comm **out) PL_MUST_USE;
-
-/* The part of a range that `rank` owns: whole cache lines, except the last. */
-void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
-                 size_t *first, size_t *n);
-
-/* Does one rank's part of an operation that all ranks have posted (shm_collectives.c).
- */
-void pli_part_run(const pli_shm_comm *self, const pl_op *op);
-
-void pli_shm_segment_release(pli_shm_segment *segment);
 
 #endif

@@ -131,6 +131,6 @@ done:
     }
     pli_listener_close(listener);
     pli_watch_fini(&watch);
-    pli_shm_segment_release(made);
+    pli_segment_release(made);
     return st;
 }

@@ -35,6 +35,6 @@ done:
     for (int r = 0; r < PL_MAX_RANKS; r++)
         if (comms[r] != NULL)
             pl_comm_destroy(&comms[r]->super);
-    pli_shm_segment_release(shared);
+    pli_segment_release(shared);
     return st;
 }

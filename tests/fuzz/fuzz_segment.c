@@ -2,8 +2,8 @@
  * failed ranks, and rank 0's counters, messages and tags.
  */
 #include "bytes.h"
+#include "comm/failure.h"
 #include "comm/shm_comm.h"
-#include "comm/shm_counters.h"
 #include "core/alloc.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
@@ -48,6 +48,13 @@ static int write_segment(unsigned flags, bytes *from)
     return fd;
 }
 
+static int is_failed(const pli_shm_comm *comm)
+{
+    pli_failure failure;
+    return pli_failure_get(comm->segment, &failure) &&
+           pli_failure_concerns(&failure, comm->epoch);
+}
+
 /* Calls all functions that read data of the other rank. */
 static void use_comm(pli_shm_comm *comm, unsigned flags, const uint64_t *failures)
 {
@@ -55,7 +62,6 @@ static void use_comm(pli_shm_comm *comm, unsigned flags, const uint64_t *failure
     pl_comm *world = &comm->super;
     pl_ticket ticket = 0;
     pl_recovery recovery;
-    pli_failure failure;
     unsigned bit = 0;
     (void)!pl_comm_issue(world, &op, &ticket);
     if (!(flags & SEGMENT_IS_RAW)) {
@@ -65,7 +71,7 @@ static void use_comm(pli_shm_comm *comm, unsigned flags, const uint64_t *failure
     (void)!pl_comm_progress(world);
     for (int what = PLI_QUERY_GONE; what <= PLI_QUERY_WORLD; what++)
         (void)!pli_comm_query(world, (pli_query)what);
-    if (world->ops->is_done(world, ticket) || pli_failure_stands(comm, &failure)) {
+    if (world->ops->is_done(world, ticket) || is_failed(comm)) {
         (void)!pl_comm_wait(world, ticket, 0);
         (void)!world->host->await_notice(world, 0, 1, 0, &bit);
     }
