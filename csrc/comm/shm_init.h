@@ -12,12 +12,14 @@
 #ifndef PLI_SHM_INIT_H
 #define PLI_SHM_INIT_H
 
-#include "core/process.h"
+#include "peer_watch.h"
 #include "progress.h"
 
 enum { PLI_ADDRESS_BYTES = 48, PLI_PROOF_BYTES = 32 };
 
-typedef struct pli_listener pli_listener;
+typedef struct pli_listener {
+    int fd;
+} pli_listener;
 
 typedef struct pli_shm_options {
     int rank;
@@ -48,5 +50,48 @@ void pli_listener_destroy(pli_listener *listener);
  * its address.  *out: free it with pl_comm_destroy(). */
 pl_status pli_shm_create(const pli_shm_options *options, pli_listener *listener,
                          const char *address, pl_comm **out) PL_MUST_USE;
+
+/* ---- messages; for shm_init.c and its tests ------------------------------------- */
+
+#define PLI_HANDSHAKE_MAGIC UINT64_C(0x326f6c6c65682d70) /* "p-hello2" */
+enum { PLI_NONCE_BYTES = 32 };
+
+typedef struct pli_handshake_greeting {
+    uint64_t magic;
+    unsigned char nonce[PLI_NONCE_BYTES]; /* random, for this connection */
+} pli_handshake_greeting;
+
+typedef struct pli_handshake_join {
+    uint64_t magic;
+    int32_t rank;
+    int32_t is_sure; /* this rank sees the end of rank 0's process at once */
+    unsigned char nonce[PLI_NONCE_BYTES];
+    unsigned char proof[PLI_PROOF_BYTES];
+} pli_handshake_join;
+
+typedef struct pli_handshake_reply {
+    uint64_t magic;
+    unsigned char proof[PLI_PROOF_BYTES]; /* in the first reply to a rank */
+    int32_t status;                       /* pl_status of rank 0's part */
+    int32_t is_sure; /* rank 0 sees the end of this rank's process at once */
+    char message[464];
+} pli_handshake_reply;
+
+/* Rank 0: waits for a request of every other rank, and gives their sockets to `watch`.
+ * Reads from all connections side by side; tells a process that is no rank why not.
+ * A caller has two seconds for its proof. */
+pl_status pli_handshake_accept(const pli_shm_options *options,
+                               const pli_listener *listener,
+                               pli_watch *watch) PL_MUST_USE;
+
+/* Rank 0: answers one rank; `fd` < 0 if `reply` carries a failure.  PL_EPEER if that
+ * rank is gone.  Fills in the magic. */
+pl_status pli_handshake_answer(int socket, const pli_handshake_reply *reply,
+                               int fd) PL_MUST_USE;
+
+/* Other ranks: connects, joins, and waits for the descriptor.  Connects again if rank 0
+ * closes the connection before its welcome. */
+pl_status pli_handshake_request(const pli_shm_options *options, const char *address,
+                                pli_watch *watch, int *out_fd) PL_MUST_USE;
 
 #endif

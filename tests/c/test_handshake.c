@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include "comm/handshake.h"
+#include "comm/shm_init.h"
 #include "core/alloc.h"
 
 enum { N_SILENT = 20, N_FLOOD = 3 * 2 * PL_MAX_RANKS };

@@ -8,7 +8,7 @@
 #include <sys/un.h>
 
 #include "bytes.h"
-#include "comm/handshake.h"
+#include "comm/shm_init.h"
 #include "core/clock.h"
 #include "tests/c/secret.h"
 
