@@ -191,7 +191,7 @@ $(BUILD)/c/$(1)/%.o: %.c csrc/compile_flags.txt Makefile
 	$$(call SHOW,$(1) $$<)$(CC_$(1)) $$(C_FLAGS) $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
 
 # The assembler reads these files; the compiler does not list them as dependencies.
-$(BUILD)/c/$(1)/csrc/backend/kernels_image.o: $(wildcard csrc/backend/kernels*.cu \
+$(BUILD)/c/$(1)/csrc/backend/kernels_nvrtc.o: $(wildcard csrc/backend/kernels*.cu \
 	csrc/backend/kernels_*.h) tests/c/fake/fake.fatbin
 
 # The fakes of CUDA and NCCL are one library, which their callers link.

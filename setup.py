@@ -137,7 +137,7 @@ class BuildInParallel(build_ext):
         def own_flags(source):
             if "python" in source.parts:
                 return PYTHON_FLAGS
-            if source.name == "kernels_image.c" and (path := fatbin.result()):
+            if source.name == "kernels_nvrtc.c" and (path := fatbin.result()):
                 return [f'-DPLI_FATBIN_PATH="{path}"']
             return []
 

@@ -11,7 +11,6 @@
 #include <string.h>
 
 #include "core/alloc.h"
-#include "kernels_image.h"
 #include "kernels_nvrtc.h"
 #include "kernels_table.h"
 

@@ -1,20 +1,185 @@
-/* kernels_nvrtc.c - finds NVRTC, and compiles the text of the kernels with it.
+/* kernels_nvrtc.c - where the kernels' code comes from: embedded in the extension by
+ * the assembler, or compiled by NVRTC from the embedded source, and then cached in a
+ * file.
+ *
+ *   PLI_KERNELS_FOLDER   the folder of the source, for the assembler; define it if the
+ *                        compiler does not run in the project's root
+ *   PLI_FATBIN_PATH      the fatbin from nvcc; not defined if there is no nvcc
  *
  * torch ships the NVRTC of its CUDA version, so a driver that runs torch accepts the
  * code.  If NVRTC is older than the device, it compiles to PTX for the newest
  * architecture that both support, and the driver compiles that.  Compiling takes
- * seconds, so the image is cached on disk for later processes (kernels_cache.h).
+ * seconds, so later processes read
+ *
+ *     $XDG_CACHE_HOME/paceline/kernels-<key>.bin, else ~/.cache/paceline/...
+ *
+ * A file is written under a temporary name and then renamed, so that a process sees all
+ * of it or none.  A file that is damaged, or that other users may write to, is ignored.
+ * The cache reports no errors: if a file cannot be read, the kernels are compiled; if
+ * they cannot be written, the next process compiles them again.
  */
 #include "kernels_nvrtc.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "core/alloc.h"
+#include "core/config.h"
 #include "core/hash.h"
-#include "kernels_cache.h"
-#include "kernels_image.h"
+
+/* ---- embedded files ------------------------------------------------------------- */
+
+#ifndef PLI_KERNELS_FOLDER
+#define PLI_KERNELS_FOLDER "csrc/backend"
+#endif
+
+/* Embeds the file and a zero behind it, as the array `name`. */
+#define EMBED(name, path)                                                              \
+    __asm__(".pushsection .rodata\n"                                                   \
+            ".balign 64\n" #name ":\n"                                                 \
+            ".incbin \"" path "\"\n"                                                   \
+            ".byte 0\n"                                                                \
+            ".popsection\n");                                                          \
+    extern const char name[] __attribute__((visibility("hidden")))
+
+/* NOLINTBEGIN(portability-no-assembler): C11 has no other way to embed a file */
+EMBED(pli_text_table, PLI_KERNELS_FOLDER "/kernels_table.h");
+EMBED(pli_text_words, PLI_KERNELS_FOLDER "/kernels_words.h");
+EMBED(pli_text_kernels, PLI_KERNELS_FOLDER "/kernels.cu");
+#ifdef PLI_FATBIN_PATH
+EMBED(pli_fatbin, PLI_FATBIN_PATH);
+#endif
+/* NOLINTEND(portability-no-assembler) */
+
+const void *pli_kernels_fatbin(void)
+{
+#ifdef PLI_FATBIN_PATH
+    return pli_fatbin;
+#else
+    return NULL;
+#endif
+}
+
+/* A header's name in #include, and its text; the last entry is the source file. */
+static const struct kernels_text {
+    const char *name;
+    const char *text;
+} texts[] = {
+    {"kernels_table.h", pli_text_table},
+    {"kernels_words.h", pli_text_words},
+    {"kernels.cu", pli_text_kernels},
+};
+enum { N_TEXTS = sizeof texts / sizeof texts[0] };
+
+/* ---- the cache ------------------------------------------------------------------ */
+
+enum { MOST_BYTES = 64 << 20 }; /* of an image; typical ones have some 100,000 */
+
+typedef struct header {
+    char magic[8];
+    uint64_t key;
+    uint64_t n_bytes; /* of the image behind it */
+    uint64_t hash;
+} header;
+
+static header header_of(uint64_t key, const void *image, size_t n_bytes)
+{
+    return (header){.magic = "PLKERN1",
+                    .key = key,
+                    .n_bytes = n_bytes,
+                    .hash = pli_hash_bytes(image, n_bytes)};
+}
+
+/* 0 if there is no cache folder, or if the path is too long. */
+static int path_of(uint64_t key, char out[PATH_MAX])
+{
+    char folder[PATH_MAX];
+    if (!pli_config_cache_folder(folder, sizeof folder))
+        return 0;
+    const int n = snprintf(out, PATH_MAX, "%s/paceline/kernels-%016llx.bin", folder,
+                           (unsigned long long)key);
+    return n > 0 && n < PATH_MAX;
+}
+
+/* Whether only this user can write to the file, and its size matches its header. */
+static int is_sound(int file, const header *found)
+{
+    struct stat facts;
+    return fstat(file, &facts) == 0 && S_ISREG(facts.st_mode) &&
+           facts.st_uid == geteuid() && (facts.st_mode & (S_IWGRP | S_IWOTH)) == 0 &&
+           found->n_bytes <= MOST_BYTES &&
+           (uint64_t)facts.st_size == sizeof *found + found->n_bytes;
+}
+
+static void *read_cached(int file, uint64_t key)
+{
+    header found;
+    char *image = NULL;
+    if (read(file, &found, sizeof found) != (ssize_t)sizeof found ||
+        !is_sound(file, &found) ||
+        pli_calloc(found.n_bytes + 1, 1, "kernels", &image) != PL_OK)
+        return NULL;
+    if (read(file, image, found.n_bytes) == (ssize_t)found.n_bytes) {
+        const header expected = header_of(key, image, found.n_bytes);
+        if (memcmp(&found, &expected, sizeof found) == 0)
+            return image;
+    }
+    pli_free(image);
+    return NULL;
+}
+
+/* The image of that key and a zero behind it, or NULL; free it by pli_free(). */
+static void *cache_read(uint64_t key)
+{
+    char path[PATH_MAX];
+    if (!path_of(key, path))
+        return NULL;
+    /* O_NONBLOCK: if the path is a pipe without a writer, open() must not wait. */
+    const int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (file < 0)
+        return NULL;
+    void *image = read_cached(file, key);
+    (void)close(file);
+    return image;
+}
+
+/* Makes the user's cache folder and ours in it, with mode 0700, if they are missing. */
+static void make_folders(void)
+{
+    char folder[PATH_MAX];
+    char ours[PATH_MAX + sizeof "/paceline"];
+    if (!pli_config_cache_folder(folder, sizeof folder))
+        return;
+    (void)snprintf(ours, sizeof ours, "%s/paceline", folder);
+    (void)mkdir(folder, S_IRWXU);
+    (void)mkdir(ours, S_IRWXU);
+}
+
+static void cache_write(uint64_t key, const void *image, size_t n_bytes)
+{
+    char path[PATH_MAX];
+    char fresh[PATH_MAX];
+    const header head = header_of(key, image, n_bytes);
+    if (n_bytes > MOST_BYTES || !path_of(key, path))
+        return;
+    make_folders();
+    const int n = snprintf(fresh, sizeof fresh, "%s.XXXXXX", path);
+    const int file = n > 0 && n < PATH_MAX ? mkostemp(fresh, O_CLOEXEC) : -1;
+    if (file < 0)
+        return;
+    const int is_written = write(file, &head, sizeof head) == (ssize_t)sizeof head &&
+                           write(file, image, n_bytes) == (ssize_t)n_bytes;
+    if (close(file) != 0 || !is_written || rename(fresh, path) != 0)
+        (void)unlink(fresh);
+}
+
+/* ---- NVRTC ---------------------------------------------------------------------- */
 
 typedef int nvrtc_result; /* 0: success */
 typedef struct nvrtc_job *nvrtc_program;
@@ -119,11 +284,9 @@ static pl_status check(const nvrtc *self, nvrtc_result result, const char *doing
 
 static pl_status create_program(const nvrtc *self, nvrtc_program *out)
 {
-    enum { N_HEADERS = PLI_KERNELS_N_TEXTS - 1 };
-    pli_kernels_text texts[PLI_KERNELS_N_TEXTS];
+    enum { N_HEADERS = N_TEXTS - 1 };
     const char *headers[N_HEADERS];
     const char *names[N_HEADERS];
-    pli_kernels_texts(texts);
     for (int i = 0; i < N_HEADERS; i++) {
         headers[i] = texts[i].text;
         names[i] = texts[i].name;
@@ -230,12 +393,10 @@ done:
 /* A hash of everything that the image depends on. */
 static uint64_t key_of(int compute, int has_large, int major, int minor)
 {
-    pli_kernels_text texts[PLI_KERNELS_N_TEXTS];
     uint64_t key = pli_hash_with((uint64_t)compute, (uint64_t)has_large);
     key = pli_hash_with(key, (uint64_t)major * 1000 + (uint64_t)minor);
     key = pli_hash_with(key, pli_hash_bytes(rounding, sizeof rounding));
-    pli_kernels_texts(texts);
-    for (int i = 0; i < PLI_KERNELS_N_TEXTS; i++)
+    for (int i = 0; i < N_TEXTS; i++)
         key = pli_hash_with(key, pli_hash_bytes(texts[i].text, strlen(texts[i].text)));
     return key;
 }
@@ -250,10 +411,10 @@ pl_status pli_nvrtc_compile(const char *path, int compute, int has_large, void *
     /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): found by its name */
     PL_TRY(check(&self, self.nvrtcVersion(&major, &minor), "return its version"));
     const uint64_t key = key_of(compute, has_large, major, minor);
-    *out = pli_kernels_cache_read(key);
+    *out = cache_read(key);
     if (*out == NULL) {
         PL_TRY(compile_for(&self, compute, has_large, &image));
-        pli_kernels_cache_write(key, image.bytes, image.n_bytes);
+        cache_write(key, image.bytes, image.n_bytes);
         *out = image.bytes;
     }
 done:

@@ -64,11 +64,11 @@ def address(tensor: Any) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-IMAGE = ROOT / "csrc/backend/kernels_image.c"  # where the kernels are embedded
+IMAGE = ROOT / "csrc/backend/kernels_nvrtc.c"  # where the kernels are embedded
 
 
 def compile_libraries(flags: Mapping[Path, Sequence[str]]) -> None:
-    """Compile libraries with different flags of kernels_image.c, concurrently."""
+    """Compile libraries with different flags of kernels_nvrtc.c, concurrently."""
     cc = os.environ.get("CC", "gcc")
     common = (ROOT / "csrc/compile_flags.txt").read_text().split()
     common.append(f"-DLAYOUT={layout()}")
