@@ -43,6 +43,16 @@ static cuda_backend *as_cuda(pl_backend *backend)
     return (cuda_backend *)backend;
 }
 
+static pli_cu_stream stream_as_cu(pl_stream *stream)
+{
+    return (pli_cu_stream)(void *)stream;
+}
+
+static pli_cu_memory memory_as_cu(const void *memory)
+{
+    return (pli_cu_memory)(uintptr_t)memory;
+}
+
 static pli_cu_event event_as_cu(pl_event *event)
 {
     return (pli_cu_event)(void *)event;
@@ -128,8 +138,69 @@ static void cuda_free(pl_backend *backend, void *memory)
     if (memory == NULL || self->pid != getpid() ||
         pli_cuda_enter(backend, &scope) != PL_OK)
         return;
-    (void)self->driver->cuMemFree(pli_as_cu_memory(memory));
+    (void)self->driver->cuMemFree(memory_as_cu(memory));
     pli_cuda_leave(backend, &scope);
+}
+
+/* Waits for the copy whose enqueueing gave `result`, and leaves the scope. */
+static pl_status finish_copy(pl_backend *backend, const pli_cuda_scope *scope,
+                             pli_cu_result result, pli_cu_stream stream,
+                             const char *doing)
+{
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    if (result == 0)
+        result = driver->cuStreamSynchronize(stream);
+    pli_cuda_leave(backend, scope);
+    return pli_driver_check(driver, result, doing);
+}
+
+pl_status pli_cuda_read(pl_backend *backend, void *to, const void *from, size_t n_bytes,
+                        pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    pli_cuda_scope scope;
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    const pli_cu_result result = driver->cuMemcpyDtoHAsync(
+        to, memory_as_cu(from), n_bytes, stream_as_cu(stream));
+    PL_TRY(finish_copy(backend, &scope, result, stream_as_cu(stream),
+                       "copying from the device"));
+done:
+    return st;
+}
+
+pl_status pli_cuda_write(pl_backend *backend, void *to, const void *from,
+                         size_t n_bytes, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    pli_cuda_scope scope;
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    const pli_cu_result result = driver->cuMemcpyHtoDAsync(
+        memory_as_cu(to), from, n_bytes, stream_as_cu(stream));
+    PL_TRY(finish_copy(backend, &scope, result, stream_as_cu(stream),
+                       "copying to the device"));
+done:
+    return st;
+}
+
+/* Uses a new stream, so that it does not wait for long work on others. */
+pl_status pli_cuda_clear(pl_backend *backend, void *memory, size_t n_bytes)
+{
+    pl_status st = PL_OK;
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    pli_cu_stream stream = NULL;
+    pli_cuda_scope scope;
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    pli_cu_result result =
+        driver->cuStreamCreateWithPriority(&stream, PLI_CU_STREAM_NON_BLOCKING, 0);
+    if (result == 0)
+        result = driver->cuMemsetD8Async(memory_as_cu(memory), 0, n_bytes, stream);
+    st = finish_copy(backend, &scope, result, stream, "clearing device memory");
+    if (stream != NULL)
+        (void)driver->cuStreamDestroy(stream);
+done:
+    return st;
 }
 
 /* ---- moves ---------------------------------------------------------------------- */
@@ -205,11 +276,10 @@ done:
 static pl_status cuda_event_record(pl_backend *backend, pl_event *event,
                                    pl_stream *stream)
 {
-    IN_CONTEXT(backend,
-               pli_driver_check(self->driver,
-                                self->driver->cuEventRecord(event_as_cu(event),
-                                                            pli_as_cu_stream(stream)),
-                                "recording a CUDA event"));
+    IN_CONTEXT(backend, pli_driver_check(self->driver,
+                                         self->driver->cuEventRecord(
+                                             event_as_cu(event), stream_as_cu(stream)),
+                                         "recording a CUDA event"));
 }
 
 static pl_status cuda_event_wait(pl_backend *backend, pl_event *event,
@@ -217,8 +287,8 @@ static pl_status cuda_event_wait(pl_backend *backend, pl_event *event,
 {
     IN_CONTEXT(backend,
                pli_driver_check(self->driver,
-                                self->driver->cuStreamWaitEvent(
-                                    pli_as_cu_stream(stream), event_as_cu(event), 0),
+                                self->driver->cuStreamWaitEvent(stream_as_cu(stream),
+                                                                event_as_cu(event), 0),
                                 "having a stream wait for a CUDA event"));
 }
 
@@ -254,7 +324,7 @@ static pl_status cuda_synchronize(pl_backend *backend, pl_stream *stream)
     const pli_driver *const driver = as_cuda(backend)->driver;
     pli_cuda_scope scope;
     PL_TRY(pli_cuda_enter(backend, &scope));
-    const pli_cu_result result = driver->cuStreamSynchronize(pli_as_cu_stream(stream));
+    const pli_cu_result result = driver->cuStreamSynchronize(stream_as_cu(stream));
     pli_cuda_leave(backend, &scope);
     PL_TRY(pli_driver_check(driver, result, "waiting for the device"));
 done:
@@ -265,8 +335,99 @@ pl_status pli_cuda_is_capturing(pl_backend *backend, pl_stream *stream, int *out
 {
     IN_CONTEXT(backend, pli_driver_check(self->driver,
                                          self->driver->cuStreamIsCapturing(
-                                             pli_as_cu_stream(stream), out),
+                                             stream_as_cu(stream), out),
                                          "asking whether a CUDA stream is captured"));
+}
+
+/* ---- two devices ---------------------------------------------------------------- */
+
+/* A copy names both contexts.  This also reaches memory that torch maps itself
+ * (expandable segments), where a copy by unified addresses fails without peer access.
+ */
+pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n_bytes,
+                                pl_backend *backend, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    pli_cuda_scope scope;
+    const pl_move whole = {to.memory, from.memory, PL_U8, n_bytes};
+    if (n_bytes == 0 || to.memory == from.memory)
+        goto done;
+    if (to.backend == from.backend && to.backend == backend) {
+        PL_TRY(backend->ops->copy(backend, &whole, 1, stream));
+        goto done;
+    }
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    const pli_cu_result result = driver->cuMemcpyPeerAsync(
+        memory_as_cu(to.memory), as_cuda(to.backend)->context,
+        memory_as_cu(from.memory), as_cuda(from.backend)->context, n_bytes,
+        stream_as_cu(stream));
+    pli_cuda_leave(backend, &scope);
+    PL_TRY(pli_driver_check(driver, result, "copying between two devices"));
+done:
+    return st;
+}
+
+/* Gives `backend`'s device access to the peer's memory; sets *out if it has access. */
+static pl_status give_access(pl_backend *backend, pl_backend *peer, int *out)
+{
+    pl_status st = PL_OK;
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    pli_cu_device device = 0, peer_device = 0;
+    pli_cuda_scope scope;
+    int can = 0;
+    PL_CUDA(driver, cuDeviceGet(&device, as_cuda(backend)->ordinal),
+            "opening a CUDA device");
+    PL_CUDA(driver, cuDeviceGet(&peer_device, as_cuda(peer)->ordinal),
+            "opening a CUDA device");
+    PL_CUDA(driver, cuDeviceCanAccessPeer(&can, device, peer_device),
+            "asking whether a device can access a peer's memory");
+    if (!can)
+        goto done;
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    const pli_cu_result result =
+        driver->cuCtxEnablePeerAccess(as_cuda(peer)->context, 0);
+    pli_cuda_leave(backend, &scope);
+    /* Some devices refuse access, and each can access only so many others.  A context
+     * that is no longer usable refuses too, and then the next call fails. */
+    *out = result == 0 || result == PLI_CU_PEERS_ALREADY;
+done:
+    return st;
+}
+
+pl_status pli_cuda_join_peers(pl_backend *one, pl_backend *other, int *can_read)
+{
+    pl_status st = PL_OK;
+    int ignored = 0;
+    *can_read = one == other;
+    if (one == other)
+        goto done;
+    PL_TRY(give_access(one, other, &ignored));
+    PL_TRY(give_access(other, one, can_read));
+done:
+    return st;
+}
+
+pl_status pli_cuda_are_shared(pl_backend *backend, const pl_move *moves, size_t n_moves,
+                              int *out)
+{
+    enum { IS_LEGACY = 10 }; /* CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE */
+    pl_status st = PL_OK;
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    pli_cuda_scope scope;
+    int are_legacy = 1;
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    for (size_t i = 0; i < n_moves && are_legacy; i++) {
+        int is_legacy = 0; /* stays 0 if the driver returns an error */
+        are_legacy = moves[i].n_elems == 0 ||
+                     (driver->cuPointerGetAttribute(&is_legacy, IS_LEGACY,
+                                                    memory_as_cu(moves[i].from)) == 0 &&
+                      is_legacy);
+    }
+    pli_cuda_leave(backend, &scope);
+    *out = are_legacy;
+done:
+    return st;
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -419,11 +580,6 @@ void pli_cuda_backend_retain(pl_backend *backend)
 int pli_cuda_device(const pl_backend *backend)
 {
     return ((const cuda_backend *)backend)->ordinal;
-}
-
-pli_cu_context pli_cuda_context(const pl_backend *backend)
-{
-    return ((const cuda_backend *)backend)->context;
 }
 
 const char *pli_cuda_kernels(const pl_backend *backend)

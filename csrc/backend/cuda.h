@@ -32,9 +32,6 @@ void pli_cuda_backend_retain(pl_backend *backend);
 
 int pli_cuda_device(const pl_backend *backend);
 
-/* Borrowed. */
-pli_cu_context pli_cuda_context(const pl_backend *backend);
-
 /* Where the backend's kernels come from: "fatbin" or "nvrtc". */
 const char *pli_cuda_kernels(const pl_backend *backend);
 
@@ -58,16 +55,6 @@ static inline int pli_cuda_may_any_be_captured(pl_backend *backend,
             return 1;
     }
     return 0;
-}
-
-static inline pli_cu_stream pli_as_cu_stream(pl_stream *stream)
-{
-    return (pli_cu_stream)(void *)stream;
-}
-
-static inline pli_cu_memory pli_as_cu_memory(const void *memory)
-{
-    return (pli_cu_memory)(uintptr_t)memory;
 }
 
 /* Between enter and leave, the device's context is current in this thread, and calls
@@ -95,5 +82,28 @@ pl_status pli_cuda_read(pl_backend *backend, void *to, const void *from, size_t 
                         pl_stream *stream) PL_MUST_USE;
 pl_status pli_cuda_write(pl_backend *backend, void *to, const void *from,
                          size_t n_bytes, pl_stream *stream) PL_MUST_USE;
+
+/* ---- two devices ---------------------------------------------------------------- */
+
+/* Memory of one device. */
+typedef struct pli_cuda_place {
+    pl_backend *backend;
+    void *memory;
+} pli_cuda_place;
+
+/* Enqueues a copy on a stream of `backend`; both places may be on one device. */
+pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n_bytes,
+                                pl_backend *backend, pl_stream *stream) PL_MUST_USE;
+
+/* Enables peer access in both directions.  If the machine has none, copies between the
+ * two devices go through host memory.  *can_read: kernels of `other` can read `one`'s
+ * memory, if that is shared (pli_cuda_are_shared()). */
+pl_status pli_cuda_join_peers(pl_backend *one, pl_backend *other,
+                              int *can_read) PL_MUST_USE;
+
+/* *out: kernels of devices with peer access may read each move's `from`.  They may not
+ * if it is mapped for one device only, as torch's expandable segments are. */
+pl_status pli_cuda_are_shared(pl_backend *backend, const pl_move *moves, size_t n_moves,
+                              int *out) PL_MUST_USE;
 
 #endif

@@ -10,7 +10,7 @@
 
 #include <pthread.h>
 
-#include "backend/cuda_peers.h"
+#include "backend/cuda.h"
 
 typedef struct pli_group_member {
     pl_backend *backend;

@@ -38,8 +38,6 @@ from rules import blank
 # The GPU path: code that enqueues work, or decides when memory may be reused.
 GPU_SOURCES = [
     "csrc/backend/cuda.c",
-    "csrc/backend/cuda_host.c",
-    "csrc/backend/cuda_peers.c",
     "csrc/backend/kernels.c",
     "csrc/reducer/*.c",
     "csrc/nccl/gpu_*.c",
@@ -99,7 +97,7 @@ HOLDING = {
 
 # An argument that names a stream.
 STREAM = re.compile(
-    r"(?:pli_as_cu_stream\()?(?:\(\w+\)\(void \*\))?(?:\w+(?:\[\w+\])?(?:->|\.))*"
+    r"(?:stream_as_cu\()?(?:\(\w+\)\(void \*\))?(?:\w+(?:\[\w+\])?(?:->|\.))*"
     r"(?:stream|side|on|then|waiter|made_on|by_member\[\w+\]"
     r"|streams\[(?:\w+|\w+\[\w+\]\.\w+)\])\)?"
 )
@@ -110,7 +108,6 @@ SIDE_OF_BACKEND = (
 )
 SIDES = {
     "csrc/backend/cuda.c": "(void *)as_cuda(backend)->side",
-    "csrc/backend/cuda_host.c": "(void *)pli_cuda_side_stream(backend)",
     "csrc/nccl/gpu_inflight.c": SIDE_OF_BACKEND,
     "csrc/nccl/gpu_": "self->side",
     "csrc/replicas/": "self->members[0].side",
@@ -118,7 +115,7 @@ SIDES = {
 }
 
 # Calls that enqueue nothing: a stream in a list, a cast, an object.
-PASSIVE = re.compile(r"pli_as_cu_\w+|event_as_cu|add_stream|list_moves|Py\w+")
+PASSIVE = re.compile(r"\w+_as_cu|add_stream|list_moves|Py\w+")
 
 CALL = re.compile(r"(?<![\w>.])((?:\w+(?:\[\w+\])?(?:->|\.))*)([A-Za-z_]\w*)\(")
 KEYWORDS = {"if", "while", "for", "switch", "return", "sizeof", "defined"}
