@@ -1,6 +1,4 @@
 /* reducer.c - creates a reducer, begins its steps, and answers queries. */
-#include "reducer.h"
-
 #include <string.h>
 
 #include "core/alloc.h"
@@ -54,7 +52,8 @@ size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
 
 /* ---- participation -------------------------------------------------------------- */
 
-pl_participation pli_reducer_full_participation(const pl_reducer *self)
+/* All ranks are active, as before the first step. */
+static pl_participation full_participation(const pl_reducer *self)
 {
     return (pl_participation){.n_active = pl_comm_world_size(self->comm),
                               .last_joining = -1};
@@ -63,21 +62,6 @@ pl_participation pli_reducer_full_participation(const pl_reducer *self)
 int pl_reducer_next_root(const pl_reducer *self)
 {
     return self->participation.first_active >= 0 ? self->participation.first_active : 0;
-}
-
-void pli_reducer_read_participation(pl_reducer *self)
-{
-    pl_participation found = {.first_active = -1, .last_joining = -1};
-    for (int r = pl_comm_world_size(self->comm); r-- > 0;) {
-        const unsigned char role = flags_of(self, r)->role;
-        if (role == PL_ACTIVE) {
-            found.n_active++;
-            found.first_active = r;
-        } else if (role == PL_JOINING && found.last_joining < 0) {
-            found.last_joining = r;
-        }
-    }
-    self->participation = found;
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -156,7 +140,7 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
     self->spec.caps.each = each;
     self->arena = comm->arena;
     self->at = lay_out_arena(spec);
-    self->participation = pli_reducer_full_participation(self);
+    self->participation = full_participation(self);
     *out = self;
     self = NULL;
 done:
@@ -187,6 +171,50 @@ void pl_reducer_destroy(pl_reducer *self)
     pli_free(self->buckets);
     pli_free(self->backups);
     pli_free(self);
+}
+
+/* ---- before the first step ------------------------------------------------------ */
+
+/* For each dtype, steps issue all-reduces from the size of the largest bucket down to
+ * the smallest parameter, because a late parameter is reduced alone. */
+static pli_op_range range_of(const pl_reducer *self, pl_dtype dtype)
+{
+    pli_op_range range = {.op = {.kind = PL_ALL_REDUCE,
+                                 .reduction = PL_MEAN,
+                                 .dtype = dtype,
+                                 .offset_bytes = self->at.buckets}};
+    for (size_t b = 0; b < self->plan->n_buckets; b++) {
+        const pl_bucket_plan *bucket = &self->plan->buckets[b];
+        if (bucket->dtype == dtype && bucket->n_elems > range.op.n_elems)
+            range.op.n_elems = bucket->n_elems;
+    }
+    range.n_least = range.op.n_elems;
+    for (size_t i = 0; i < self->spec.n_params; i++) {
+        const pl_param *param = &self->params[i];
+        if (param->dtype == dtype && param->n_elems > 0 &&
+            param->n_elems < range.n_least)
+            range.n_least = param->n_elems;
+    }
+    return range;
+}
+
+pl_status pl_reducer_prepare(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    pli_op_range ranges[PL_N_DTYPES];
+    size_t n_ranges = 0;
+    pli_order order = {.ready = NULL};
+    if (self->comm->device == NULL)
+        goto done;
+    for (int dtype = 0; dtype < PL_N_DTYPES; dtype++) {
+        const pli_op_range range = range_of(self, (pl_dtype)dtype);
+        if (range.op.n_elems > 0)
+            ranges[n_ranges++] = range;
+    }
+    PL_TRY(pli_reducer_record_side(self, self->stream, &order.ready));
+    PL_TRY(self->comm->device->prepare(self->comm, ranges, n_ranges, &order));
+done:
+    return st;
 }
 
 /* ---- a step begins -------------------------------------------------------------- */
@@ -379,7 +407,7 @@ pl_participation pl_reducer_participation(const pl_reducer *self)
 
 void pl_reducer_reset_participation(pl_reducer *self)
 {
-    self->participation = pli_reducer_full_participation(self);
+    self->participation = full_participation(self);
 }
 
 int pl_reducer_root(const pl_reducer *self)

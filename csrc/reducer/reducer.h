@@ -137,7 +137,7 @@ void pl_reducer_set_sparse(pl_reducer *reducer, size_t param, unsigned n_dims);
 pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
 
 /* Waits for the means.  PL_EAGAIN after about slice_ns; PL_EMISMATCH, on every rank, if
- * ranks got different means in the step before (reducer_check.c). */
+ * ranks got different means in the step before (reducer_finish.c). */
 pl_status pl_reducer_wait(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
 /* After `wait`: makes later work on the stream wait for the means.  The call itself
@@ -151,7 +151,7 @@ int pl_reducer_is_late(const pl_reducer *reducer, size_t param);
 pl_status pl_reducer_write_late(pl_reducer *reducer, size_t param, const void *data,
                                 pl_write_mode mode) PL_MUST_USE;
 
-/* ---- which step a rank is in (reducer_forwards.c) ------------------------------- */
+/* ---- which step a rank is in ---------------------------------------------------- */
 
 /* A rank's synchronised forwards. */
 typedef struct pl_forwards {
@@ -174,7 +174,7 @@ void pl_reducer_discard(pl_reducer *reducer);
  * counts as the same failure: recover() then recovers at once, without PL_EPEER. */
 void pl_reducer_skip(pl_reducer *reducer);
 
-/* ---- ranks without gradients (reducer_join.c) ----------------------------------- */
+/* ---- ranks without gradients ---------------------------------------------------- */
 
 /* A rank's role in a step; a rank is active by default. */
 typedef enum pl_role {

@@ -1,12 +1,20 @@
 /* reducer_finish.c - ends a step: posts the remaining buckets, reduces late gradients,
- * and learns the next plan; or fails a step, and recovers. */
+ * checks that all ranks are in the same step and got the same means, and learns the
+ * next plan; or fails a step, and recovers. */
+#include <stdio.h>
 #include <string.h>
 
+#include "comm/hierarchy.h"
 #include "core/alloc.h"
-#include "reducer.h"
+#include "core/crc32c.h"
 #include "reducer_state.h"
 
-enum { FAILURE_BYTES = 8192 };
+enum {
+    FAILURE_BYTES = 8192,
+    MOST_NAMED = 8, /* ranks, in a message */
+    WINDOWS = 16,   /* on the means */
+    WINDOW_LEAST_BYTES = 1 << 16
+};
 
 pl_status pl_reducer_mark_unused(pl_reducer *self, size_t param, const void *data,
                                  pl_write_mode mode, pl_use use)
@@ -158,11 +166,16 @@ done:
     return st;
 }
 
+static int is_active_rank(const pl_reducer *self)
+{
+    return flags_of(self, pl_comm_rank(self->comm))->role == PL_ACTIVE;
+}
+
 pl_status pl_reducer_close(pl_reducer *self)
 {
     pl_status st = PL_OK;
     /* Read first: once the flags are issued, another rank may write them. */
-    const int is_active = pli_reducer_is_active_rank(self);
+    const int is_active = is_active_rank(self);
     if (self->phase == REDUCER_FILLING) {
         PL_TRY(close_step(self));
         self->phase = REDUCER_WAITING;
@@ -196,6 +209,87 @@ pl_status pl_reducer_order(pl_reducer *self)
         return pli_fail(PL_ESTATE,
                         "cannot order a stream after means that are not in place");
     return order(self);
+}
+
+/* ---- the same means ------------------------------------------------------------- */
+
+/* After each step a rank computes a checksum of means that it got, and sends it with
+ * the flags of the next step.  The ranks count the steps that they took together, and
+ * each step has a window on the means: 1/16 of them and at least 64 KiB, so that this
+ * costs less than 1 % of an exchange; or all of them.  Ranks with other bits have other
+ * weights from then on, so no further step can be taken.
+ *
+ * A world of one host has no network.  Over a process group, sums are the group's. */
+static int is_checked(const pl_reducer *self)
+{
+    const pl_comm *comm = self->comm;
+    const int is_between_hosts = comm->host == NULL && !comm->is_group_comm;
+    return comm->world_size > 1 && comm->backend == NULL &&
+           self->comm_hook.post == NULL &&
+           (self->check.kind == PLI_CHECK_ALL ||
+            (self->check.kind == PLI_CHECK_ROTATE && is_between_hosts));
+}
+
+/* Computes the checksum of means that are in place, for the next flags. */
+static void sum_means(pl_reducer *self)
+{
+    means_check *check = &self->check;
+    const size_t n_all = self->plan->n_bytes;
+    size_t n_window = n_all / WINDOWS + PL_CACHE_LINE;
+    if (n_window < WINDOW_LEAST_BYTES)
+        n_window = WINDOW_LEAST_BYTES;
+    if (check->kind == PLI_CHECK_ALL)
+        n_window = n_all;
+    check->crc = 0;
+    check->step = self->step;
+    if (!is_checked(self) || n_all == 0)
+        return;
+    const size_t n_windows = (n_all + n_window - 1) / n_window;
+    const size_t begin = check->n_steps++ % n_windows * n_window;
+    for (size_t b = 0; b < self->plan->n_buckets; b++) {
+        const pl_bucket_plan *bucket = &self->plan->buckets[b];
+        size_t from = bucket->offset_bytes;
+        size_t end = from + bucket->n_elems * pl_dtype_bytes(bucket->dtype);
+        from = from > begin ? from : begin;
+        end = end < begin + n_window ? end : begin + n_window;
+        if (end <= from)
+            continue;
+        check->first_bucket = check->crc == 0 ? b : check->first_bucket;
+        check->last_bucket = b;
+        check->crc =
+            pli_crc32c(check->crc, self->arena + self->at.buckets + from, end - from);
+        check->crc += check->crc == 0; /* 0: a rank has none */
+    }
+}
+
+/* PL_EMISMATCH, on every rank, if the ranks have sent different checksums. */
+static pl_status compare_means(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    int first = 0;
+    uint32_t first_crc = 0;
+    for (int r = 0; r < pl_comm_world_size(self->comm); r++) {
+        uint32_t crc;
+        memcpy(&crc, flags_of(self, r)->check, sizeof crc);
+        if (first_crc == 0) {
+            first = r;
+            first_crc = crc;
+        }
+        if (crc == 0 || crc == first_crc)
+            continue;
+        self->check.has_failed = 1;
+        PL_FAIL(PL_EMISMATCH,
+                "rank %d: rank %d (host %d) and rank %d (host %d) got different means "
+                "at the end of step %llu, in buckets %zu to %zu of %zu, so their "
+                "weights differ: look for errors of memory and network on these "
+                "hosts, load a checkpoint, and wrap the model anew on every rank",
+                pl_comm_rank(self->comm), r, pli_hierarchy_host_of(self->comm, r),
+                first, pli_hierarchy_host_of(self->comm, first),
+                (unsigned long long)self->check.step, self->check.first_bucket + 1,
+                self->check.last_bucket + 1, self->plan->n_buckets);
+    }
+done:
+    return st;
 }
 
 /* ---- the second all-reduce ------------------------------------------------------ */
@@ -239,6 +333,24 @@ done:
     return st;
 }
 
+/* ---- the end -------------------------------------------------------------------- */
+
+/* Reads the roles that the ranks have sent. */
+static void read_participation(pl_reducer *self)
+{
+    pl_participation found = {.first_active = -1, .last_joining = -1};
+    for (int r = pl_comm_world_size(self->comm); r-- > 0;) {
+        const unsigned char role = flags_of(self, r)->role;
+        if (role == PL_ACTIVE) {
+            found.n_active++;
+            found.first_active = r;
+        } else if (role == PL_JOINING && found.last_joining < 0) {
+            found.last_joining = r;
+        }
+    }
+    self->participation = found;
+}
+
 pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
 {
     pl_status st = PL_OK;
@@ -250,9 +362,9 @@ pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
         PL_TRY(merge_backups(self));
         memset(late_of(self), 0, self->spec.n_params);
     } else {
-        pli_reducer_read_participation(self);
-        PL_TRY(pli_reducer_compare_means(self));
-        pli_reducer_sum_means(self);
+        read_participation(self);
+        PL_TRY(compare_means(self));
+        sum_means(self);
     }
     self->phase = REDUCER_REDUCED;
 done:
@@ -309,7 +421,7 @@ pl_status pl_reducer_end(pl_reducer *self)
     if (self->phase != REDUCER_COMPLETE)
         PL_FAIL(PL_ESTATE, "cannot end a step whose means are not in place");
     /* Learn nothing from a step without gradients. */
-    for (size_t i = 0; pli_reducer_is_active_rank(self) && i < self->spec.n_params; i++)
+    for (size_t i = 0; is_active_rank(self) && i < self->spec.n_params; i++)
         self->slots[i].n_expected = self->slots[i].n_ready;
     if (self->learning == LEARNING_NOTHING && pl_reducer_root_is_active(self))
         self->learning = LEARNING_ORDER_KNOWN;
@@ -331,6 +443,167 @@ void pl_reducer_skip(pl_reducer *self)
     if (self->phase == REDUCER_IDLE && pl_comm_progress(self->comm) != PL_OK)
         self->phase = REDUCER_FAILED;
 }
+
+/* ---- the same step -------------------------------------------------------------- */
+
+/* Steps are paired by their order alone.  A rank that catches an exception between
+ * forward and backward, or runs one more backward, is one step off from then on, and
+ * each mean is of batches that do not belong together.  So each rank sends with the
+ * flags how many synchronised forwards it has run since the last step.
+ *
+ * Correct ranks may differ in that number: one cuts its batch into more parts, another
+ * leaves an output out of its loss.  If the number of forwards without a backward
+ * differs too, torch cannot run the program the same on all ranks either.  If no output
+ * shows the step on either rank (say, the module keeps its loss), this second number is
+ * not known, and the first must be the same.
+ *
+ * Ranks may also differ in the forward to which they assign a backward: each takes the
+ * best match.  If one has skipped the first of two backwards, the next step shows it.
+ */
+static uint8_t byte_of(unsigned n)
+{
+    return n < UINT8_MAX ? (uint8_t)n : UINT8_MAX;
+}
+
+void pl_reducer_set_forwards(pl_reducer *self, const pl_forwards *forwards)
+{
+    flags_of(self, pl_comm_rank(self->comm))->forwards =
+        (forward_bytes){.n = byte_of(forwards->n),
+                        .n_answered = byte_of(forwards->n_answered),
+                        .n_unanswered = byte_of(forwards->n_unanswered)};
+}
+
+/* Whether no output has announced the backward, although outputs of a forward would
+ * have. */
+static int is_unannounced(const forward_bytes *counts)
+{
+    return counts->n_answered == 0 && counts->n_unanswered > 0;
+}
+
+/* Whether only the number of the rank's forwards is known. */
+static int is_hidden(const forward_bytes *counts)
+{
+    return counts->n_answered == 0 && counts->n_unanswered == 0;
+}
+
+static int is_same_step(const forward_bytes *a, const forward_bytes *b)
+{
+    if (a->n == b->n)
+        return is_unannounced(a) == is_unannounced(b);
+    return a->n > 0 && b->n > 0 && is_unannounced(a) == is_unannounced(b) &&
+           a->n_unanswered == b->n_unanswered && !(is_hidden(a) && is_hidden(b));
+}
+
+static pl_status report_forwards(const pl_reducer *self)
+{
+    char text[MOST_NAMED * 64] = "";
+    size_t at = 0;
+    int n_named = 0;
+    for (int r = 0; r < pl_comm_world_size(self->comm) && n_named < MOST_NAMED; r++) {
+        const forward_bytes *counts = &flags_of(self, r)->forwards;
+        if (flags_of(self, r)->role != PL_ACTIVE)
+            continue;
+        at += (size_t)snprintf(
+            text + at, sizeof text - at, "%srank %d: %u, %u of them without a backward",
+            n_named++ > 0 ? "; " : "", r, counts->n, counts->n_unanswered);
+    }
+    return pli_fail(
+        PL_EMISMATCH,
+        "rank %d: the ranks are not in the same step. Forwards through the "
+        "wrapper since the last step: %s. Each rank needs one backward for each step: "
+        "if one skips it (after a caught exception), all must. Run forwards that are "
+        "not trained under torch.no_grad() or through wrapper.module",
+        pl_comm_rank(self->comm), text);
+}
+
+pl_status pl_reducer_check_forwards(const pl_reducer *self)
+{
+    const forward_bytes *first = NULL;
+    for (int r = 0; r < pl_comm_world_size(self->comm); r++) {
+        const forward_bytes *counts = &flags_of(self, r)->forwards;
+        if (flags_of(self, r)->role != PL_ACTIVE)
+            continue;
+        if (first == NULL)
+            first = counts;
+        else if (!is_same_step(first, counts))
+            return report_forwards(self);
+    }
+    return PL_OK;
+}
+
+/* ---- ranks without gradients ---------------------------------------------------- */
+
+/* Each rank has a byte of the flags for its role in the step, and the all-reduce of
+ * the flags shows all roles to all ranks.  They are known only at the step's end, but
+ * the broadcasts of the step need their root before: so the root is the lowest rank
+ * that was active in the step before.  If the root takes its first shadow step itself,
+ * its values are out of date, and every rank ignores them; the next step has a
+ * different root. */
+pl_status pl_reducer_shadow_step(pl_reducer *self, pl_role role)
+{
+    pl_status st = PL_OK;
+    if (self->n_ready > 0)
+        PL_FAIL(PL_ESTATE, "a shadow step cannot have gradients");
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        PL_TRY(pl_reducer_mark_unused(self, i, NULL, PL_REPLACE, PL_UNUSED));
+    flags_of(self, pl_comm_rank(self->comm))->role = (unsigned char)role;
+done:
+    return st;
+}
+
+static int is_rescaled(const pl_reducer *self)
+{
+    const int n_active = self->participation.n_active;
+    return n_active != pl_comm_world_size(self->comm) && n_active != 0;
+}
+
+pl_status pl_reducer_rescale_mean(pl_reducer *self, const pl_move *mean)
+{
+    const int world_size = pl_comm_world_size(self->comm);
+    const int n_active = self->participation.n_active;
+    if (!is_rescaled(self))
+        return PL_OK;
+    return self->backend->ops->scale(self->backend, mean, 1, world_size, n_active,
+                                     self->stream);
+}
+
+/* Rescales all means by one launch. */
+static pl_status rescale_together(pl_reducer *self)
+{
+    const int n_active = self->participation.n_active;
+    pl_move *means = self->deferred.batch;
+    size_t n = 0;
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        if (pl_reducer_is_used(self, i) && self->params[i].n_elems > 0)
+            means[n++] = slot_move(self, i, NULL);
+    return n > 0 ? self->backend->ops->scale(self->backend, means, n,
+                                             pl_comm_world_size(self->comm), n_active,
+                                             self->stream)
+                 : PL_OK;
+}
+
+pl_status pl_reducer_rescale(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_REDUCED)
+        PL_FAIL(PL_ESTATE, "cannot rescale means that are not in place");
+    if (!is_rescaled(self))
+        goto done;
+    if (pli_reducer_defers(&self->deferred)) {
+        PL_TRY(pl_reducer_order(self));
+        PL_TRY(rescale_together(self));
+        goto done;
+    }
+    for (size_t i = 0; i < self->spec.n_params; i++) {
+        const pl_move mean = slot_move(self, i, NULL);
+        if (pl_reducer_is_used(self, i))
+            PL_TRY(pl_reducer_rescale_mean(self, &mean));
+    }
+done:
+    return st;
+}
+
+/* ---- failure and recovery ------------------------------------------------------- */
 
 /* Whether this rank can undo the step, in a world that cannot recover.  There, ranks
  * share only the number of operations that each has issued; a step changes it with its
@@ -381,7 +654,7 @@ static pl_status forget(pl_reducer *self)
     pl_status st = PL_OK;
     PL_TRY(pli_reducer_lay_out(self, NULL, &self->spec.caps));
     self->learning = LEARNING_NOTHING;
-    self->participation = pli_reducer_full_participation(self);
+    pl_reducer_reset_participation(self);
     self->check.crc = 0;
     self->check.n_steps = 0;
     for (size_t i = 0; i < self->spec.n_params; i++) {

@@ -4,7 +4,6 @@
 
 #include "core/config.h"
 #include "reducer.h"
-#include "reducer_pack.h"
 
 typedef enum reducer_phase {
     REDUCER_IDLE,          /* between steps */
@@ -47,6 +46,38 @@ typedef struct bucket_state {
     size_t n_issued;    /* elements, from the bucket's start */
 } bucket_state;
 
+typedef enum copy_state {
+    COPY_NONE,     /* no gradient in this step */
+    COPY_DEFERRED, /* it is at `data`; NULL: zeros */
+    COPY_IN_SLOT,  /* `stream` has put it into the slot */
+} copy_state;
+
+/* A parameter's gradient in this step. */
+typedef struct deferred_copy {
+    const void *data;
+    pl_stream *stream;
+    copy_state state;
+} deferred_copy;
+
+typedef struct deferred_copies {
+    deferred_copy *copies; /* by parameter; NULL: copies are not deferred */
+    pl_move *batch;        /* of one launch: room for all parameters */
+    pl_stream **streams;   /* ... */
+    pl_event **ready;      /* by bucket */
+    size_t n_ready;
+    pl_event *any_event;  /* for any two streams */
+    pl_event *side_event; /* for what is in no bucket */
+    /* After work that a failed step may have left pending on its streams. */
+    pl_event **pending;
+    size_t n_pending;
+    size_t n_pending_made;
+} deferred_copies;
+
+static inline int pli_reducer_defers(const deferred_copies *deferred)
+{
+    return deferred->copies != NULL;
+}
+
 /* The first mean during the second all-reduce.  On a device the memory is kept for the
  * next time, because freeing it may wait. */
 typedef struct backup {
@@ -54,7 +85,7 @@ typedef struct backup {
     int is_taken;
 } backup;
 
-/* The check of means: reducer_check.c. */
+/* The check of means: reducer_finish.c. */
 typedef struct means_check {
     pli_check_kind kind;
     int has_failed; /* the ranks' weights differ */
@@ -149,23 +180,6 @@ static inline pl_move slot_move(const pl_reducer *self, size_t param, const void
 pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
                               const pl_plan_caps *caps) PL_MUST_USE;
 
-static inline int pli_reducer_is_active_rank(const pl_reducer *self)
-{
-    return flags_of(self, pl_comm_rank(self->comm))->role == PL_ACTIVE;
-}
-
-/* Reads the roles that the ranks have sent. */
-void pli_reducer_read_participation(pl_reducer *self);
-
-/* The participation with all ranks active, as before the first step. */
-pl_participation pli_reducer_full_participation(const pl_reducer *self);
-
-/* Computes the checksum of means that are in place, for the next flags. */
-void pli_reducer_sum_means(pl_reducer *self);
-
-/* PL_EMISMATCH, on every rank, if the ranks have sent different checksums. */
-pl_status pli_reducer_compare_means(pl_reducer *self) PL_MUST_USE;
-
 /* Records that a bucket has all its gradients. */
 static inline void pli_reducer_record_ready(const pl_reducer *self, size_t b)
 {
@@ -186,5 +200,32 @@ pl_status pli_reducer_post_ready(pl_reducer *self, pl_stream *stream) PL_MUST_US
 
 /* Frees the memory of a backup. */
 void pli_reducer_free_backup(pl_reducer *self, backup *saved);
+
+/* ---- deferred copies (reducer_deliver.c) ---------------------------------------- */
+
+pl_status pli_deferred_copies_init(pl_reducer *self) PL_MUST_USE;
+void pli_deferred_copies_fini(pl_reducer *self);
+
+/* Makes events for that many buckets. */
+pl_status pli_deferred_copies_make_room(pl_reducer *self, size_t n_buckets) PL_MUST_USE;
+
+/* A step begins: no copy is deferred. */
+void pli_deferred_copies_begin(pl_reducer *self);
+
+/* Defers the copy of a gradient whose bucket is not posted; PL_ADD adds at once. */
+pl_status pli_reducer_defer(pl_reducer *self, size_t param, const void *data,
+                            pl_write_mode mode, pl_stream *stream,
+                            pl_ready_result *out) PL_MUST_USE;
+
+/* Copies late data into the slot, after the stream that made it. */
+pl_status pli_reducer_copy_late(pl_reducer *self, size_t param,
+                                const void *data) PL_MUST_USE;
+
+/* *out: an event after all that `stream` has put into the arena, or NULL on the CPU. */
+pl_status pli_reducer_record_side(pl_reducer *self, pl_stream *stream,
+                                  pl_event **out) PL_MUST_USE;
+
+/* The step fails: the next one will wait for the work that it has enqueued. */
+void pli_deferred_copies_abandon(pl_reducer *self);
 
 #endif

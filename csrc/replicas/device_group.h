@@ -2,7 +2,7 @@
  * gradients; only events order the work.
  *
  *     python/dp
- *       \--> device_group --> backend/cuda, cuda_peers
+ *       \--> device_group --> backend/cuda
  *
  * Member 0 has the model; every other member has a replica.  Two members may share a
  * device.  A member receives parameters on its side stream, so that copies to several

@@ -28,25 +28,25 @@ that very stream; one more stream is only waited for in vain
 
 other stream, side stream: one mean alone is that of a sparse gradient, which the CPU
 has
-    csrc/reducer/reducer_join.c pl_reducer_rescale_mean ops->scale(
+    csrc/reducer/reducer_finish.c pl_reducer_rescale_mean ops->scale(
 
 side stream: a bucket may be packed on any stream: it comes behind those of its
 gradients, and they behind it; only time is lost
-    csrc/reducer/reducer_deliver.c pli_reducer_post_ready pli_reducer_pack(
+    csrc/reducer/reducer_deliver.c pli_reducer_post_ready pack(
     csrc/reducer/reducer_deliver.c count_ready pli_reducer_post_ready(
     csrc/reducer/reducer_deliver.c pl_reducer_mark_ready count_ready(
     csrc/reducer/reducer_finish.c close_step pli_reducer_post_ready(
 
 drop order, other stream, side stream: what is added to was copied into the slot before,
 behind what a failed step has left, and the sum comes behind that
-    csrc/reducer/reducer_pack.c add_now stream_wait_pending(
+    csrc/reducer/reducer_deliver.c add_now stream_wait_pending(
 
 side stream: recovery waits on the host for what is on the device's own stream
-    csrc/reducer/reducer_pack.c pli_deferred_copies_abandon stream_wait_pending(
+    csrc/reducer/reducer_deliver.c pli_deferred_copies_abandon stream_wait_pending(
 
 drop order, other stream, side stream: the memory that is tried is new, and no stream
 has anything to do with it yet
-    csrc/reducer/reducer_prepare.c pl_reducer_prepare pli_reducer_record_side(
+    csrc/reducer/reducer.c pl_reducer_prepare pli_reducer_record_side(
 
 other stream: after a failure the host waits for the side streams of all members before
     csrc/replicas/device_group.c pli_device_group_end_call end_call_on(

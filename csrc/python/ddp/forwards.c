@@ -9,7 +9,7 @@
  * otherwise parameters without a gradient in it await one in later backwards.  Any
  * other backward, such as that of the bare module, is local.
  *
- * The counts of forwards go with each step's flags: reducer/reducer_forwards.c.
+ * The counts of forwards go with each step's flags: reducer/reducer_finish.c.
  */
 #include "forwards.h"
 
