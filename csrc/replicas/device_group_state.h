@@ -70,11 +70,6 @@ static inline pl_status copy_on(const pli_group_member *by, pl_stream *stream,
     return pli_cuda_copy_between(to, from, n_bytes, by->backend, stream);
 }
 
-/* Sends all segments, within a call. */
-pl_status pli_device_group_send(pli_device_group *self, pl_stream *const *streams,
-                                const pli_segment *segments, size_t n_segments,
-                                pli_ring ring) PL_MUST_USE;
-
 /* Ends a call and returns its status.  A failed call leaves no work on the devices, so
  * that memory may be freed. */
 pl_status pli_device_group_end_call(pli_device_group *self, pl_status st) PL_MUST_USE;

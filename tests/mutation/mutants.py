@@ -81,7 +81,6 @@ ORDERING = {
 # The same, but functions of a single source.
 ORDERING_IN = {
     "csrc/replicas/device_group.c": {"order", "record", "wait_for"},
-    "csrc/replicas/device_group_refresh.c": {"order", "record", "wait_for"},
     "csrc/replicas/gradient_sum.c": {"record", "wait_for"},
 }
 
