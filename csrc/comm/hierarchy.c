@@ -165,36 +165,6 @@ static int may_end_elsewhere(const hierarchy *self)
     return 0;
 }
 
-static pl_status send_mark(hierarchy *self, int host, pli_link_stream link)
-{
-    pl_status st = PL_OK;
-    message_flow *flow = &self->peers[host].out[link - PLI_LINK_DATA];
-    const uint64_t mark = first_number_of(self->epoch + 1);
-    while (!flow->is_reset) {
-        if (flow->at == 0)
-            flow->head = pli_hierarchy_head(mark, 0, 0);
-        PL_TRY(pli_hierarchy_send(self, host, link));
-        if (!is_whole(flow))
-            goto done;
-        flow->is_reset = flow->head.number == mark;
-        flow->at = 0;
-    }
-done:
-    return st;
-}
-
-static pl_status send_marks(hierarchy *self, int host)
-{
-    pl_status st = PL_OK;
-    /* Send the notice first: a host that meets the mark needs the reason. */
-    if (!pli_links_has_sent_failure(self->links, host))
-        goto done;
-    PL_TRY(send_mark(self, host, PLI_LINK_DATA));
-    PL_TRY(send_mark(self, host, PLI_LINK_BACK));
-done:
-    return st;
-}
-
 /* After a failure of the step here: sends each other host, after its data, the mark
  * that no more will come, as far as possible without waiting. */
 static void give_up(hierarchy *self)
@@ -218,7 +188,7 @@ static void give_up(hierarchy *self)
     atomic_store(&self->given_up, GIVEN_UP_HERE);
     for (int h = 0; h < self->n_hosts && st == PL_OK; h++)
         if (h != self->host)
-            st = send_marks(self, h);
+            st = pli_hierarchy_send_marks(self, h);
     if (st != PL_OK)
         fail(self, WORLD_FAILED, pl_error_message());
 }
@@ -293,56 +263,6 @@ static void hierarchy_set_failure_message(pl_comm *comm, const char *message)
 
 /* ---- recovery ------------------------------------------------------------------- */
 
-/* A host may be ahead by its operations in flight, and sends at most an arena at once.
- * Fail on anything else instead of waiting for it. */
-static pl_status check_skipped(const hierarchy *self, int host,
-                               const message_flow *flow)
-{
-    pl_status st = PL_OK;
-    PL_TRY(pli_hierarchy_check_head_crc(self, host, flow));
-    const int is_mark = flow->head.number == first_number_of(self->epoch + 1);
-    const int is_operation = flow->head.number > flow->n_done &&
-                             flow->head.number <= self->n_issued + self->ring_ops;
-    if ((!is_mark && !is_operation) || flow->head.n_bytes > self->super.arena_bytes)
-        PL_FAIL(PL_EMISMATCH,
-                "rank %d: %s sent an invalid message (operation %llu, %llu bytes): the "
-                "connection carries other data, or that of another version of paceline",
-                self->super.rank, pli_links_name(self->links, host),
-                count_of(flow->head.number), (unsigned long long)flow->head.n_bytes);
-done:
-    return st;
-}
-
-static pl_status skip_to_mark(hierarchy *self, int host, pli_link_stream link)
-{
-    pl_status st = PL_OK;
-    char skipped[1 << 14] = {0};
-    message_flow *flow = &self->peers[host].in[link - PLI_LINK_DATA];
-    while (!flow->is_reset) {
-        const int is_head = flow->at < sizeof flow->head;
-        const size_t n_left =
-            (is_head ? sizeof flow->head : message_bytes(flow)) - flow->at;
-        const struct iovec piece = {
-            .iov_base = is_head ? (char *)&flow->head + flow->at : skipped,
-            .iov_len = n_left < sizeof skipped ? n_left : sizeof skipped};
-        size_t n = 0;
-        PL_TRY(pli_links_receive(self->links, host, link, &piece, 1, &n));
-        if (n == 0)
-            goto done;
-        self->silence = (pli_stopwatch){0};
-        flow->at += n;
-        if (flow->at == sizeof flow->head)
-            PL_TRY(check_skipped(self, host, flow));
-        if (flow->at < sizeof flow->head || !is_whole(flow))
-            continue;
-        flow->is_reset = flow->head.number == first_number_of(self->epoch + 1);
-        flow->n_done = flow->is_reset ? flow->n_done : flow->head.number;
-        flow->at = flow->n_summed = 0;
-    }
-done:
-    return st;
-}
-
 /* Does what can be done; *late is a host that this one waits for, or -1. */
 static pl_status meet_hosts(hierarchy *self, pli_links_waited *waited, int *late)
 {
@@ -353,7 +273,7 @@ static pl_status meet_hosts(hierarchy *self, pli_links_waited *waited, int *late
         const peer *other = &self->peers[h];
         for (int s = 0; h != self->host && s < HIERARCHY_N_STREAMS; s++) {
             const pli_link_stream link = (pli_link_stream)(PLI_LINK_DATA + s);
-            PL_TRY(skip_to_mark(self, h, link));
+            PL_TRY(pli_hierarchy_skip_to_mark(self, h, link));
             const int events = (other->out[s].is_reset ? 0 : POLLOUT) |
                                (other->in[s].is_reset ? 0 : POLLIN);
             if (events != 0)

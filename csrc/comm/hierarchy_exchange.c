@@ -113,7 +113,18 @@ static message_flow *flow_of(hierarchy *self, int host, int is_out,
 
 /* ---- messages ------------------------------------------------------------------- */
 
-head pli_hierarchy_head(uint64_t number, uint64_t hash, uint64_t n_bytes)
+static size_t message_bytes(const message_flow *flow)
+{
+    const size_t n_bytes = flow->head.n_bytes;
+    return sizeof flow->head + (n_bytes > 0 ? n_bytes + sizeof flow->crc : 0);
+}
+
+static int is_whole(const message_flow *flow)
+{
+    return flow->at == message_bytes(flow);
+}
+
+static head head_of(uint64_t number, uint64_t hash, uint64_t n_bytes)
 {
     head made = {.number = number, .hash = hash, .n_bytes = n_bytes};
     made.crc = pli_crc32c(0, &made, offsetof(head, crc));
@@ -135,8 +146,9 @@ static pl_status check_crc(const hierarchy *self, int host, const message_flow *
         (unsigned long long)crc);
 }
 
-pl_status pli_hierarchy_check_head_crc(const hierarchy *self, int host,
-                                       const message_flow *flow)
+/* PL_EPEER if a head that has arrived is damaged. */
+static pl_status check_head_crc(const hierarchy *self, int host,
+                                const message_flow *flow)
 {
     return check_crc(self, host, flow, flow->head.crc,
                      pli_crc32c(0, &flow->head, offsetof(head, crc)));
@@ -182,7 +194,8 @@ done:
     return st;
 }
 
-pl_status pli_hierarchy_send(hierarchy *self, int host, pli_link_stream link)
+/* Continues a message, its head and its data, as far as possible without waiting. */
+static pl_status send_more(hierarchy *self, int host, pli_link_stream link)
 {
     message_flow *flow = flow_of(self, host, 1, link);
     if (flow->at == 0) /* the head may have become another since the last call */
@@ -197,9 +210,9 @@ static pl_status send_range(hierarchy *self, int host, pli_link_stream link,
     pl_status st = PL_OK;
     message_flow *flow = flow_of(self, host, 1, link);
     flow->data = range_of(self, range);
-    flow->head = pli_hierarchy_head(
-        number, pli_op_hash(&operation_at(self, number)->op), bytes_of(range));
-    PL_TRY(pli_hierarchy_send(self, host, link));
+    flow->head =
+        head_of(number, pli_op_hash(&operation_at(self, number)->op), bytes_of(range));
+    PL_TRY(send_more(self, host, link));
     if (is_whole(flow))
         *flow = (message_flow){.n_done = number};
 done:
@@ -266,7 +279,7 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
         PL_TRY(pli_links_receive(self->links, host, link, &piece, 1, &flow->at));
         if (flow->at < sizeof flow->head)
             goto done;
-        PL_TRY(pli_hierarchy_check_head_crc(self, host, flow));
+        PL_TRY(check_head_crc(self, host, flow));
         if (flow->head.number == first_number_of(self->epoch + 1)) {
             flow->is_reset = 1;
             atomic_store(&self->given_up, GIVEN_UP_ELSEWHERE);
@@ -398,6 +411,88 @@ static pl_status exchange_all(hierarchy *self)
 done:
     if (st != PL_OK)
         pli_hierarchy_fail_between(self);
+    return st;
+}
+
+/* ---- marks ---------------------------------------------------------------------- */
+
+static pl_status send_mark(hierarchy *self, int host, pli_link_stream link)
+{
+    pl_status st = PL_OK;
+    message_flow *flow = &self->peers[host].out[link - PLI_LINK_DATA];
+    const uint64_t mark = first_number_of(self->epoch + 1);
+    while (!flow->is_reset) {
+        if (flow->at == 0)
+            flow->head = head_of(mark, 0, 0);
+        PL_TRY(send_more(self, host, link));
+        if (!is_whole(flow))
+            goto done;
+        flow->is_reset = flow->head.number == mark;
+        flow->at = 0;
+    }
+done:
+    return st;
+}
+
+pl_status pli_hierarchy_send_marks(hierarchy *self, int host)
+{
+    pl_status st = PL_OK;
+    /* Send the notice first: a host that meets the mark needs the reason. */
+    if (!pli_links_has_sent_failure(self->links, host))
+        goto done;
+    PL_TRY(send_mark(self, host, PLI_LINK_DATA));
+    PL_TRY(send_mark(self, host, PLI_LINK_BACK));
+done:
+    return st;
+}
+
+/* A host may be ahead by its operations in flight, and sends at most an arena at once.
+ * Fail on anything else instead of waiting for it. */
+static pl_status check_skipped(const hierarchy *self, int host,
+                               const message_flow *flow)
+{
+    pl_status st = PL_OK;
+    PL_TRY(check_head_crc(self, host, flow));
+    const int is_mark = flow->head.number == first_number_of(self->epoch + 1);
+    const int is_operation = flow->head.number > flow->n_done &&
+                             flow->head.number <= self->n_issued + self->ring_ops;
+    if ((!is_mark && !is_operation) || flow->head.n_bytes > self->super.arena_bytes)
+        PL_FAIL(PL_EMISMATCH,
+                "rank %d: %s sent an invalid message (operation %llu, %llu bytes): the "
+                "connection carries other data, or that of another version of paceline",
+                self->super.rank, pli_links_name(self->links, host),
+                count_of(flow->head.number), (unsigned long long)flow->head.n_bytes);
+done:
+    return st;
+}
+
+pl_status pli_hierarchy_skip_to_mark(hierarchy *self, int host, pli_link_stream link)
+{
+    pl_status st = PL_OK;
+    char skipped[1 << 14] = {0};
+    message_flow *flow = &self->peers[host].in[link - PLI_LINK_DATA];
+    while (!flow->is_reset) {
+        const int is_head = flow->at < sizeof flow->head;
+        const size_t n_left =
+            (is_head ? sizeof flow->head : message_bytes(flow)) - flow->at;
+        const struct iovec piece = {
+            .iov_base = is_head ? (char *)&flow->head + flow->at : skipped,
+            .iov_len = n_left < sizeof skipped ? n_left : sizeof skipped};
+        size_t n = 0;
+        PL_TRY(pli_links_receive(self->links, host, link, &piece, 1, &n));
+        if (n == 0)
+            goto done;
+        self->silence = (pli_stopwatch){0};
+        flow->at += n;
+        if (flow->at == sizeof flow->head)
+            PL_TRY(check_skipped(self, host, flow));
+        if (flow->at < sizeof flow->head || !is_whole(flow))
+            continue;
+        flow->is_reset = flow->head.number == first_number_of(self->epoch + 1);
+        flow->n_done = flow->is_reset ? flow->n_done : flow->head.number;
+        flow->at = flow->n_summed = 0;
+    }
+done:
     return st;
 }
 

@@ -143,26 +143,13 @@ void pli_hierarchy_fail_between(hierarchy *self);
  * another, all go up before the first goes down.  Leaders exchange what has gone up. */
 pl_status pli_hierarchy_pass_on(hierarchy *self) PL_MUST_USE;
 
-/* Continues a message, its head and its data, as far as possible without waiting. */
-pl_status pli_hierarchy_send(hierarchy *self, int host,
-                             pli_link_stream link) PL_MUST_USE;
+/* After a failed step: sends a host, after its data, the mark that no more of this
+ * epoch will come, as far as possible without waiting. */
+pl_status pli_hierarchy_send_marks(hierarchy *self, int host) PL_MUST_USE;
 
-static inline size_t message_bytes(const message_flow *flow)
-{
-    const size_t n_bytes = flow->head.n_bytes;
-    return sizeof flow->head + (n_bytes > 0 ? n_bytes + sizeof flow->crc : 0);
-}
-
-static inline int is_whole(const message_flow *flow)
-{
-    return flow->at == message_bytes(flow);
-}
-
-/* PL_EPEER if a head that has arrived is damaged. */
-pl_status pli_hierarchy_check_head_crc(const hierarchy *self, int host,
-                                       const message_flow *flow) PL_MUST_USE;
-
-head pli_hierarchy_head(uint64_t number, uint64_t hash, uint64_t n_bytes);
+/* Discards what a host has sent before its mark, likewise. */
+pl_status pli_hierarchy_skip_to_mark(hierarchy *self, int host,
+                                     pli_link_stream link) PL_MUST_USE;
 
 /* Lists what a leader waits for between hosts; returns how long it may sleep. */
 int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waited);

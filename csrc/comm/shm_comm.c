@@ -1,9 +1,6 @@
 /* shm_comm.c - ranks of a host post operations in shared memory, do their parts, wait
  * for one another, fail and recover.
  *
- * A counter's value is epoch << PLI_EPOCH_SHIFT | n: a rank in a later epoch is ahead
- * of every count of this one.
- *
  * Posting an operation, or doing a part of it, is one store.  Each rank then looks at
  * the others up to the first that is behind.  The last rank finds none behind, writes
  * the operation's number into the header and wakes all.  So a waiting rank reads one
@@ -77,20 +74,14 @@ static int has_left(const pli_shm_comm *self, int rank)
 }
 
 /* A rank whose counter is below `least`, searched from `from` on, or -1. */
-static int find_laggard_from(const pli_shm_comm *self, counter_fn counter,
-                             uint64_t least, int from)
+static int find_laggard(const pli_shm_comm *self, counter_fn counter, uint64_t least,
+                        int from)
 {
     const int world_size = self->super.world_size;
     for (int r = from; r < from + world_size; r++)
         if (counter(self, r < world_size ? r : r - world_size) < least)
             return r < world_size ? r : r - world_size;
     return -1;
-}
-
-/* The first rank whose counter is below `least`, or -1. */
-static int find_laggard(const pli_shm_comm *self, counter_fn counter, uint64_t least)
-{
-    return find_laggard_from(self, counter, least, 0);
 }
 
 /* Whether the header shows that all have reached `least`, in this rank's epoch. */
@@ -187,7 +178,7 @@ static int have_all_posted(const pli_shm_comm *self, uint64_t number)
     pli_failure failure;
     if (have_all_told(self, word, number))
         return 1;
-    if (find_laggard(self, counter_posted, number) >= 0 ||
+    if (find_laggard(self, counter_posted, number, 0) >= 0 ||
         failure_stands(self, &failure) ||
         !is_same_everywhere(self, number & (self->segment->ring_ops - 1)))
         return 0;
@@ -201,7 +192,7 @@ static int have_all_done(const pli_shm_comm *self, uint64_t number)
     _Atomic uint64_t *word = &pli_header_of(self->segment)->all_done;
     if (have_all_told(self, word, number))
         return 1;
-    if (find_laggard(self, counter_done, number) >= 0)
+    if (find_laggard(self, counter_done, number, 0) >= 0)
         return 0;
     say(self, word, number);
     return 1;
@@ -460,9 +451,9 @@ static int find_awaited(const pli_shm_comm *self, counter_fn counter, uint64_t l
         &pli_rank_of(self->segment, self->super.rank)->done, memory_order_relaxed);
     const int from = before < 0 ? 0 : before - self->segment->first_rank;
     int rank =
-        find_laggard_from(self, counter_posted, done < least ? done + 1 : least, from);
+        find_laggard(self, counter_posted, done < least ? done + 1 : least, from);
     if (rank < 0)
-        rank = find_laggard_from(self, counter, least, from);
+        rank = find_laggard(self, counter, least, from);
     rank = rank < 0 ? PLI_RECORDER_SOMEBODY : rank + self->segment->first_rank;
     pli_recorder_awaits(self->super.recorder, rank);
     return rank;
@@ -481,7 +472,7 @@ static int must_see_end(const pli_shm_comm *self, counter_fn counter, uint64_t l
 static int have_all_come(const pli_shm_comm *self, counter_fn counter, uint64_t least)
 {
     return counter == counter_done ? have_all_done(self, least)
-                                   : find_laggard(self, counter, least) < 0;
+                                   : find_laggard(self, counter, least, 0) < 0;
 }
 
 /* Likewise, as far as is known without looking at every rank. */
@@ -697,13 +688,11 @@ static int shm_is_done(pl_comm *comm, pl_ticket ticket)
 
 static pl_status shm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 {
-    pl_status st = PL_OK;
     pli_shm_comm *self = shm_of(comm);
     if (ticket > epoch_base(self) + atomic_load(&self->n_posted))
-        PL_FAIL(PL_EINVAL, "ticket %llu was never issued", (unsigned long long)ticket);
-    st = wait_for(self, counter_done, ticket, slice_ns);
-done:
-    return st;
+        return pli_fail(PL_EINVAL, "ticket %llu was never issued",
+                        (unsigned long long)ticket);
+    return wait_for(self, counter_done, ticket, slice_ns);
 }
 
 /* ---- failure and recovery ------------------------------------------------------- */
@@ -795,7 +784,7 @@ static int has_failed(const pli_shm_comm *self, pli_failure *out)
         return 1;
     /* If all ranks have reached this epoch, it has begun, and a step in it has failed:
      * this rank will meet that failure there. */
-    return find_laggard(self, counter_epoch, self->epoch) >= 0;
+    return find_laggard(self, counter_epoch, self->epoch, 0) >= 0;
 }
 
 static pl_status shm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)

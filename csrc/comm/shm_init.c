@@ -161,7 +161,7 @@ done:
     return st;
 }
 
-/* ---- the secret ---------------------------------------------------------------- */
+/* ---- the secret ----------------------------------------------------------------- */
 
 static pl_status draw_nonce(unsigned char out[PLI_NONCE_BYTES])
 {
@@ -201,7 +201,7 @@ static int is_same_proof(const unsigned char *a, const unsigned char *b)
     return difference == 0;
 }
 
-/* ---- connections to rank 0 ----------------------------------------------------- */
+/* ---- connections to rank 0 ------------------------------------------------------ */
 
 /* A process that has connected and not proven to be a rank. */
 typedef struct caller {
