@@ -8,7 +8,6 @@
 #include <string.h>
 
 #include "core/status.h"
-#include "cpu_sum_tables.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -64,4 +64,11 @@ const pli_sum_table *pli_sum_table_best(void);
  * is no such table. */
 pl_status pli_cpu_sums(const pli_sum_table **out) PL_MUST_USE;
 
+/* What pli_sum_table_of() chooses from.  Each is defined in builds for its
+ * architecture; the processor may still lack the instructions. */
+const pli_sum_table *pli_sum_table_plain(void);
+const pli_sum_table *pli_sum_table_neon(void);
+const pli_sum_table *pli_sum_table_avx2(void);
+const pli_sum_table *pli_sum_table_avx512(void);
+
 #endif

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "cpu_sum_tables.h"
+#include "cpu_sum.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "cpu_sum_tables.h"
+#include "cpu_sum.h"
 
 #define PLI_V_BYTES 16
 #define PLI_V_ISA PLI_ISA_PLAIN
