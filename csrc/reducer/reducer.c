@@ -50,20 +50,6 @@ size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
     return n_ops + pl_plan_bytes(spec->params, spec->n_params) / PLI_SHM_CHUNK_BYTES;
 }
 
-/* ---- participation -------------------------------------------------------------- */
-
-/* All ranks are active, as before the first step. */
-static pl_participation full_participation(const pl_reducer *self)
-{
-    return (pl_participation){.n_active = pl_comm_world_size(self->comm),
-                              .last_joining = -1};
-}
-
-int pl_reducer_next_root(const pl_reducer *self)
-{
-    return self->participation.first_active >= 0 ? self->participation.first_active : 0;
-}
-
 /* ---- life ----------------------------------------------------------------------- */
 
 /* *out: free it with pli_free(). */
@@ -140,7 +126,7 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
     self->spec.caps.each = each;
     self->arena = comm->arena;
     self->at = lay_out_arena(spec);
-    self->participation = full_participation(self);
+    pl_reducer_reset_participation(self);
     *out = self;
     self = NULL;
 done:
@@ -150,7 +136,7 @@ done:
 
 void pli_reducer_free_backup(pl_reducer *self, backup *saved)
 {
-    if (saved->memory != NULL && pli_reducer_defers(&self->deferred))
+    if (saved->memory != NULL && pli_reducer_defers(self))
         self->backend->ops->free(self->backend, saved->memory);
     else
         pli_free(saved->memory);
@@ -407,7 +393,13 @@ pl_participation pl_reducer_participation(const pl_reducer *self)
 
 void pl_reducer_reset_participation(pl_reducer *self)
 {
-    self->participation = full_participation(self);
+    self->participation = (pl_participation){.n_active = pl_comm_world_size(self->comm),
+                                             .last_joining = -1};
+}
+
+int pl_reducer_next_root(const pl_reducer *self)
+{
+    return self->participation.first_active >= 0 ? self->participation.first_active : 0;
 }
 
 int pl_reducer_root(const pl_reducer *self)

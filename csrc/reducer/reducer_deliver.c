@@ -52,7 +52,7 @@ static void destroy_events(pl_reducer *self, pl_event *const *events, size_t n)
 void pli_deferred_copies_fini(pl_reducer *self)
 {
     deferred_copies *deferred = &self->deferred;
-    if (!pli_reducer_defers(deferred))
+    if (!pli_reducer_defers(self))
         return;
     destroy_events(self, deferred->ready, deferred->n_ready);
     destroy_events(self, deferred->pending, deferred->n_pending_made);
@@ -71,7 +71,7 @@ pl_status pli_deferred_copies_make_room(pl_reducer *self, size_t n_buckets)
 {
     pl_status st = PL_OK;
     deferred_copies *deferred = &self->deferred;
-    while (pli_reducer_defers(deferred) && deferred->n_ready < n_buckets) {
+    while (pli_reducer_defers(self) && deferred->n_ready < n_buckets) {
         PL_TRY(self->backend->ops->event_create(self->backend,
                                                 &deferred->ready[deferred->n_ready]));
         deferred->n_ready++;
@@ -82,7 +82,7 @@ done:
 
 void pli_deferred_copies_begin(pl_reducer *self)
 {
-    if (pli_reducer_defers(&self->deferred))
+    if (pli_reducer_defers(self))
         memset(self->deferred.copies, 0,
                self->spec.n_params * sizeof *self->deferred.copies);
 }
@@ -123,13 +123,10 @@ static void add_stream(pl_stream **streams, size_t *n_streams, pl_stream *stream
 pl_status pli_reducer_record_side(pl_reducer *self, pl_stream *stream, pl_event **out)
 {
     pl_status st = PL_OK;
-    if (!pli_reducer_defers(&self->deferred)) {
-        *out = NULL;
-        goto done;
-    }
-    PL_TRY(self->backend->ops->event_record(self->backend, self->deferred.side_event,
-                                            stream));
-    *out = self->deferred.side_event;
+    pl_event *event = self->deferred.side_event; /* NULL on the CPU */
+    if (event != NULL)
+        PL_TRY(self->backend->ops->event_record(self->backend, event, stream));
+    *out = event;
 done:
     return st;
 }
@@ -139,7 +136,7 @@ void pli_deferred_copies_abandon(pl_reducer *self)
     deferred_copies *deferred = &self->deferred;
     const pl_backend_ops *ops = self->backend->ops;
     size_t n_streams = 0;
-    if (!pli_reducer_defers(deferred))
+    if (!pli_reducer_defers(self))
         return;
     for (size_t i = 0; i < self->spec.n_params; i++)
         if (deferred->copies[i].state != COPY_NONE)
@@ -225,7 +222,7 @@ done:
 pl_status pl_reducer_flush(pl_reducer *self, size_t param)
 {
     const size_t b = self->plan->slots[param].bucket;
-    if (!pli_reducer_defers(&self->deferred) || self->phase != REDUCER_FILLING ||
+    if (!pli_reducer_defers(self) || self->phase != REDUCER_FILLING ||
         self->buckets[b].phase == BUCKET_POSTED)
         return PL_OK;
     return flush(self, param);
@@ -285,7 +282,7 @@ pl_status pli_reducer_copy_late(pl_reducer *self, size_t param, const void *data
     pl_status st = PL_OK;
     const pl_move move = slot_move(self, param, data);
     const deferred_copy *copy =
-        pli_reducer_defers(&self->deferred) ? &self->deferred.copies[param] : NULL;
+        pli_reducer_defers(self) ? &self->deferred.copies[param] : NULL;
     pl_stream *made_on =
         copy != NULL && copy->state != COPY_NONE ? copy->stream : self->stream;
     PL_TRY(stream_wait(self, self->stream, made_on));
@@ -315,8 +312,8 @@ static pl_status issue_chunk(pl_reducer *self, size_t b)
         .is_followed = 1, /* at the latest by the operations of close */
         .bucket = (unsigned)b + 1,
     };
-    const pli_order order = {
-        .ready = pli_reducer_defers(&self->deferred) ? self->deferred.ready[b] : NULL};
+    const pli_order order = {.ready = pli_reducer_defers(self) ? self->deferred.ready[b]
+                                                               : NULL};
     PL_TRY(pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket));
     self->buckets[b].n_issued += op.n_elems;
 done:
@@ -329,7 +326,7 @@ pl_status pli_reducer_post_ready(pl_reducer *self, pl_stream *stream)
     while (self->n_posted < self->plan->n_buckets &&
            self->buckets[self->n_posted].phase == BUCKET_READY) {
         const size_t b = self->n_posted;
-        if (pli_reducer_defers(&self->deferred))
+        if (pli_reducer_defers(self))
             PL_TRY(pack(self, b, stream));
         if (self->comm_hook.post != NULL)
             PL_TRY(self->comm_hook.post(self->comm_hook.context, b));
@@ -434,9 +431,9 @@ pl_status pl_reducer_mark_ready(pl_reducer *self, size_t param, const void *data
     if (bucket->phase == BUCKET_POSTED && self->params[param].n_elems > 0) {
         late_of(self)[param] = 1;
         result = PL_LATE;
-        if (pli_reducer_defers(&self->deferred))
+        if (pli_reducer_defers(self))
             self->deferred.copies[param].stream = stream;
-    } else if (pli_reducer_defers(&self->deferred)) {
+    } else if (pli_reducer_defers(self)) {
         PL_TRY(pli_reducer_defer(self, param, data, mode, stream, &result));
     } else if (can_stream(self, param, data, mode)) {
         PL_TRY(stream_in(self, param, data, stream));

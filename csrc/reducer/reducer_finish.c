@@ -25,7 +25,7 @@ pl_status pl_reducer_mark_unused(pl_reducer *self, size_t param, const void *dat
     if (self->phase != REDUCER_FILLING || self->buckets[b].phase == BUCKET_POSTED)
         PL_FAIL(PL_ESTATE,
                 "cannot mark parameter %zu unused after its bucket was posted", param);
-    if (pli_reducer_defers(&self->deferred)) {
+    if (pli_reducer_defers(self)) {
         PL_TRY(pli_reducer_defer(self, param, data, mode, self->stream, &result));
     } else if (mode != PL_IN_PLACE) {
         const pl_move move = slot_move(self, param, data);
@@ -301,7 +301,7 @@ static pl_status back_up(pl_reducer *self, size_t param)
     backup *saved = &self->backups[param];
     const size_t n_bytes =
         self->params[param].n_elems * pl_dtype_bytes(self->params[param].dtype);
-    if (saved->memory == NULL && pli_reducer_defers(&self->deferred))
+    if (saved->memory == NULL && pli_reducer_defers(self))
         PL_TRY(self->backend->ops->alloc(self->backend, n_bytes, &saved->memory));
     else if (saved->memory == NULL)
         PL_TRY(pli_calloc(n_bytes, 1, "a first mean", &saved->memory));
@@ -326,7 +326,7 @@ static pl_status merge_backups(pl_reducer *self)
         const pl_move move = slot_move(self, i, saved->memory);
         PL_TRY(self->backend->ops->add(self->backend, &move, 1, self->stream));
         saved->is_taken = 0;
-        if (!pli_reducer_defers(&self->deferred))
+        if (!pli_reducer_defers(self))
             pli_reducer_free_backup(self, saved);
     }
 done:
@@ -559,26 +559,23 @@ static int is_rescaled(const pl_reducer *self)
 
 pl_status pl_reducer_rescale_mean(pl_reducer *self, const pl_move *mean)
 {
-    const int world_size = pl_comm_world_size(self->comm);
-    const int n_active = self->participation.n_active;
     if (!is_rescaled(self))
         return PL_OK;
-    return self->backend->ops->scale(self->backend, mean, 1, world_size, n_active,
-                                     self->stream);
+    return self->backend->ops->scale(self->backend, mean, 1, self->comm->world_size,
+                                     self->participation.n_active, self->stream);
 }
 
 /* Rescales all means by one launch. */
 static pl_status rescale_together(pl_reducer *self)
 {
-    const int n_active = self->participation.n_active;
     pl_move *means = self->deferred.batch;
     size_t n = 0;
     for (size_t i = 0; i < self->spec.n_params; i++)
         if (pl_reducer_is_used(self, i) && self->params[i].n_elems > 0)
             means[n++] = slot_move(self, i, NULL);
     return n > 0 ? self->backend->ops->scale(self->backend, means, n,
-                                             pl_comm_world_size(self->comm), n_active,
-                                             self->stream)
+                                             self->comm->world_size,
+                                             self->participation.n_active, self->stream)
                  : PL_OK;
 }
 
@@ -589,7 +586,7 @@ pl_status pl_reducer_rescale(pl_reducer *self)
         PL_FAIL(PL_ESTATE, "cannot rescale means that are not in place");
     if (!is_rescaled(self))
         goto done;
-    if (pli_reducer_defers(&self->deferred)) {
+    if (pli_reducer_defers(self)) {
         PL_TRY(pl_reducer_order(self));
         PL_TRY(rescale_together(self));
         goto done;

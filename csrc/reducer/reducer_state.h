@@ -73,11 +73,6 @@ typedef struct deferred_copies {
     size_t n_pending_made;
 } deferred_copies;
 
-static inline int pli_reducer_defers(const deferred_copies *deferred)
-{
-    return deferred->copies != NULL;
-}
-
 /* The first mean during the second all-reduce.  On a device the memory is kept for the
  * next time, because freeing it may wait. */
 typedef struct backup {
@@ -129,6 +124,11 @@ struct pl_reducer {
     pl_ticket ticket_before; /* last_ticket when the step began */
 };
 
+static inline int pli_reducer_defers(const pl_reducer *self)
+{
+    return self->deferred.copies != NULL;
+}
+
 static inline unsigned char *used_of(const pl_reducer *self)
 {
     return (unsigned char *)self->arena;
@@ -164,8 +164,8 @@ static inline size_t n_flag_bytes(const pl_reducer *self)
 static inline char *slot_memory(const pl_reducer *self, size_t param)
 {
     const size_t at = self->at.buckets + self->plan->slots[param].offset_bytes;
-    return pli_reducer_defers(&self->deferred) ? pli_comm_memory(self->comm, at)
-                                               : self->arena + at;
+    return pli_reducer_defers(self) ? pli_comm_memory(self->comm, at)
+                                    : self->arena + at;
 }
 
 static inline pl_move slot_move(const pl_reducer *self, size_t param, const void *from)
