@@ -129,7 +129,6 @@ pl_status pli_links_create(const pli_links_options *options, pli_links **out)
     const size_t n = (size_t)options->n_hosts;
     PL_TRY(pli_calloc(1, sizeof *self, "links between hosts", &self));
     PL_TRY(pli_calloc(n, sizeof *self->links, "links between hosts", &self->links));
-    self->n_hosts = options->n_hosts;
     self->host = options->host;
     self->rank = options->rank;
     self->owner_pid = getpid();
@@ -146,6 +145,7 @@ pl_status pli_links_create(const pli_links_options *options, pli_links **out)
         for (int s = 0; s < PLI_N_LINK_STREAMS; s++)
             link->fds[s] = -1;
     }
+    self->n_hosts = options->n_hosts; /* from here on, forget() closes sockets */
     for (int h = 0; h < options->n_hosts; h++)
         if (h != options->host)
             PL_TRY(take_sockets(&self->links[h],
@@ -154,8 +154,7 @@ pl_status pli_links_create(const pli_links_options *options, pli_links **out)
     self = NULL;
 done:
     if (self != NULL) {
-        for (int h = 0; self->links != NULL && h < self->n_hosts; h++)
-            close_connection(&self->links[h]);
+        pli_links_forget(self);
         pli_free(self->links);
         pli_free(self);
     }

@@ -1,4 +1,8 @@
 /* test_hierarchy.c - worlds of several hosts. */
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
 #include "core/alloc.h"
 #include "hosts.h"
 #include "ops.h"
@@ -595,4 +599,20 @@ TEST(what_makes_no_hierarchy_leaves_its_parts_to_their_owner)
     CHECK_FAILS(pli_hierarchy_create(&options, &out), PL_EINVAL, "hosts have");
     CHECK(out == NULL);
     pl_comm_destroy(inner);
+}
+
+TEST(links_that_cannot_be_made_close_no_descriptor_of_others)
+{
+    const char *const names[] = {"rank 0 (host 0)", "rank 1 (host 1)"};
+    const int fds[2 * PLI_N_LINK_STREAMS] = {0};
+    const pli_links_options options = {.n_hosts = 2, .fds = fds, .names = names};
+    const int spare =
+        open("/dev/null", O_RDONLY); /* it is 0 if the caller closed that */
+    pli_links *links = NULL;
+    (void)setenv("PACELINE_LINK_TIMEOUT", "soon", 1);
+    CHECK_FAILS(pli_links_create(&options, &links), PL_EINVAL, "PACELINE_LINK_TIMEOUT");
+    (void)unsetenv("PACELINE_LINK_TIMEOUT");
+    CHECK(links == NULL);
+    CHECK(fcntl(0, F_GETFD) >= 0);
+    (void)close(spare);
 }
