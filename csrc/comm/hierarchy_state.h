@@ -1,5 +1,4 @@
-/* hierarchy_state.h - state of a hierarchy; for hierarchy.c and hierarchy_exchange.c.
- */
+/* hierarchy_state.h - what hierarchy.c and hierarchy_exchange.c share. */
 #ifndef PLI_HIERARCHY_STATE_H
 #define PLI_HIERARCHY_STATE_H
 

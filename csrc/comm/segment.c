@@ -185,7 +185,7 @@ void pli_segment_enter(const pli_shm_segment *segment, int rank, int pid,
     atomic_store(&state->life, PLI_PRESENT);
 }
 
-static off_t offset_of(const pli_shm_segment *segment, int rank, size_t offset_bytes)
+static off_t arena_offset(const pli_shm_segment *segment, int rank, size_t offset_bytes)
 {
     return (off_t)(segment->arenas_at + (size_t)rank * segment->arena_bytes +
                    offset_bytes);
@@ -195,7 +195,7 @@ pl_status pli_segment_map_again(const pli_shm_segment *segment, int rank,
                                 size_t offset_bytes, size_t bytes, void **out)
 {
     pl_status st = PL_OK;
-    const off_t at = offset_of(segment, rank, offset_bytes);
+    const off_t at = arena_offset(segment, rank, offset_bytes);
     /* Without a file, mremap() with an old size of 0 maps the same pages again. */
     void *memory =
         segment->fd >= 0
@@ -227,32 +227,27 @@ done:
     return st;
 }
 
-static pl_status make_private(void *base, size_t n_bytes, int fd, off_t at)
-{
-    pl_status st = PL_OK;
-    if (fd >= 0)
-        return map_privately(base, n_bytes, fd, at);
-    void *copy = PL_SYS_PTR(
-        mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
-        MAP_FAILED);
-    if (copy == MAP_FAILED)
-        PL_FAIL_ERRNO("no memory for a private copy of %zu bytes", n_bytes);
-    memcpy(copy, base, n_bytes);
-    if (PL_SYS_PTR(mremap(copy, n_bytes, n_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base),
-                   MAP_FAILED) == MAP_FAILED)
-        PL_FAIL_ERRNO("cannot make %zu bytes of shared memory private", n_bytes);
-    copy = MAP_FAILED;
-done:
-    if (copy != MAP_FAILED)
-        (void)munmap(copy, n_bytes);
-    return st;
-}
-
 pl_status pli_segment_unshare(const pli_shm_segment *segment, int rank,
                               size_t offset_bytes, size_t bytes, void *memory)
 {
-    return make_private(memory, bytes, segment->fd,
-                        offset_of(segment, rank, offset_bytes));
+    pl_status st = PL_OK;
+    if (segment->fd >= 0)
+        return map_privately(memory, bytes, segment->fd,
+                             arena_offset(segment, rank, offset_bytes));
+    void *copy = PL_SYS_PTR(
+        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
+        MAP_FAILED);
+    if (copy == MAP_FAILED)
+        PL_FAIL_ERRNO("no memory for a private copy of %zu bytes", bytes);
+    memcpy(copy, memory, bytes);
+    if (PL_SYS_PTR(mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, memory),
+                   MAP_FAILED) == MAP_FAILED)
+        PL_FAIL_ERRNO("cannot make %zu bytes of shared memory private", bytes);
+    copy = MAP_FAILED;
+done:
+    if (copy != MAP_FAILED)
+        (void)munmap(copy, bytes);
+    return st;
 }
 
 void pli_segment_fini(pli_shm_segment *segment)

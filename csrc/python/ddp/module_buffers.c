@@ -1,6 +1,6 @@
 /* module_buffers.c - in each training forward, the root's buffers reach the others.
  *
- * The root is rank 0, unless it has joined (reducer_finish.c).  It sends its buffers with
+ * The root is rank 0, unless it has joined (reducer.h).  It sends its buffers with
  * each step, beside the gradients, and the other ranks take them over later:
  *
  *  1. In a training forward the root compares its buffers with those it sent, and sends
