@@ -413,6 +413,7 @@ pl_status pli_handshake_answer(int socket, const pli_handshake_reply *reply, int
         memcpy(CMSG_DATA(head), &fd, sizeof fd);
     }
     ssize_t n = 0;
+    /* NOLINTNEXTLINE(clang-analyzer-unix.StdCLibraryFunctions): each has a socket */
     UNTIL_DONE(n, sendmsg(socket, &packet, MSG_NOSIGNAL));
     if (n < 0 && (errno == EPIPE || errno == ECONNRESET))
         PL_FAIL(PL_EPEER, "another rank died or gave up during construction");
