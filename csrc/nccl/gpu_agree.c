@@ -63,13 +63,12 @@ done:
     return st;
 }
 
-/* A rank's word: its status, and a hash of its sizes and accumulation. */
+/* A rank's word: its status, and a hash of its sizes. */
 static uint32_t state_of_rank(const pli_gpu_comm *self, pl_status st)
 {
     const uint64_t sizes =
         pli_hash_with(self->super.host_bytes, self->super.arena_bytes);
-    const uint64_t made = pli_hash_with(sizes, (uint64_t)self->accumulation);
-    return (uint32_t)(made & 0xffffff) << 8 | (uint32_t)st;
+    return (uint32_t)(sizes & 0xffffff) << 8 | (uint32_t)st;
 }
 
 /* Sends the failed rank's message to every rank, and fails with it. */
@@ -93,11 +92,10 @@ static pl_status compare(const pli_gpu_comm *self, const uint32_t *states)
     pl_status st = PL_OK;
     for (int r = 0; r < self->super.world_size; r++)
         if (states[r] >> 8 != states[self->super.rank] >> 8)
-            PL_FAIL(
-                PL_EMISMATCH,
-                "rank %d: rank %d has a world of different sizes, or sums differently: "
-                "all ranks must wrap the same model with the same options",
-                self->super.rank, r);
+            PL_FAIL(PL_EMISMATCH,
+                    "rank %d: rank %d has a world of different sizes: all ranks must "
+                    "wrap the same model with the same options",
+                    self->super.rank, r);
 done:
     return st;
 }

@@ -99,7 +99,10 @@ static pl_status enqueue(pli_gpu_comm *self, const pl_op *op, const pli_order *o
     pl_status st = PL_OK;
     if (order->ready != NULL)
         PL_TRY(self->backend->ops->event_wait(self->backend, order->ready, self->side));
-    PL_TRY(pli_gpu_comm_carry(self, op));
+    if (self->super.world_size > 1) /* else the data is its own sum and mean */
+        PL_TRY(pli_nccl_enqueue(self->nccl, op,
+                                pli_comm_memory(&self->super, op->offset_bytes),
+                                self->side));
     PL_TRY(record_op(self, op));
 done:
     return st;
@@ -315,8 +318,6 @@ static void tear_down(pli_gpu_comm *self)
     self->backend->ops->event_destroy(self->backend, self->drained);
     if (self->block != NULL)
         self->block->ref.release(&self->block->ref);
-    if (self->staging != NULL)
-        self->staging->ref.release(&self->staging->ref);
     pli_pool_close(self->pool);
     pli_nccl_library_release(self->library);
     pli_backend_destroy(self->backend);
@@ -382,13 +383,12 @@ static pl_status furnish(pli_gpu_comm *self, const pli_gpu_comm_options *options
 {
     pl_status st = PL_OK;
     pli_block *block = NULL;
-    const int is_alone = self->super.world_size == 1;
     const pli_pool_options pool = {.library = self->library,
                                    .backend = self->backend,
                                    .n_bytes = options->device_bytes,
                                    .empty_caches = options->empty_caches,
                                    .context = options->context};
-    if (self->library == NULL && !is_alone)
+    if (self->library == NULL && self->super.world_size > 1)
         PL_FAIL(PL_EUNSUPPORTED, "a world of several GPUs needs NCCL");
     PL_TRY(pli_inflight_init(&self->inflight, self->backend, options->n_ops));
     PL_TRY(self->backend->ops->event_create(self->backend, &self->captured));
@@ -396,11 +396,6 @@ static pl_status furnish(pli_gpu_comm *self, const pli_gpu_comm_options *options
     PL_TRY(pli_pool_create(&pool, &self->pool));
     PL_TRY(pli_pool_take(self->pool, &block));
     put_block(self, block);
-    if (self->accumulation == PLI_ACCUMULATE_IN_F32 && !is_alone)
-        PL_TRY(pli_pool_alloc(
-            self->pool,
-            pli_gpu_comm_staging_bytes(self->super.world_size, options->device_bytes),
-            &self->staging));
     if (options->watchdog != NULL)
         PL_TRY(pli_watchdog_join(options->watchdog, pli_gpu_comm_watch, self));
     self->watchdog = options->watchdog;
@@ -432,7 +427,6 @@ static pl_status make(const pli_gpu_comm_options *options, pli_gpu_comm **out)
                            .backend = options->backend,
                            .side = pli_cuda_side_stream(options->backend),
                            .deadline_ns = options->deadline_ns,
-                           .accumulation = options->accumulation,
                            .is_interrupted = options->is_interrupted,
                            .report_loss = options->report_loss,
                            .context = options->context,
@@ -449,8 +443,7 @@ done:
 /* Even a rank that could not allocate its world tells the others. */
 static pl_status give_up(const pli_gpu_comm_options *options, pl_status st)
 {
-    pli_gpu_comm nothing = {.super = super_of(options),
-                            .accumulation = options->accumulation};
+    pli_gpu_comm nothing = {.super = super_of(options)};
     return pli_gpu_comm_agree(&nothing, st);
 }
 

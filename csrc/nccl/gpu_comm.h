@@ -49,13 +49,6 @@
 enum { PLI_GPU_BOARD_BYTES = 256 }; /* its least size */
 size_t pli_gpu_board_bytes(int world_size);
 
-/* How 16-bit floats are summed for an average. */
-typedef enum pli_accumulation {
-    PLI_ACCUMULATE_BY_NCCL, /* as NCCL does */
-    PLI_ACCUMULATE_IN_F32,  /* in rank order in float32, rounded once: every run has the
-                               same bits */
-} pli_accumulation;
-
 typedef struct pli_gpu_comm_options {
     pl_comm *base;          /* owned by the world on success; has room for the board */
     pl_backend *backend;    /* cuda; retained */
@@ -65,7 +58,6 @@ typedef struct pli_gpu_comm_options {
     size_t device_bytes;
     size_t n_ops; /* most device operations in one step */
     int64_t deadline_ns;
-    pli_accumulation accumulation;
     /* Called at least ten times a second while the ranks make a communicator.  If it
      * returns non-zero, the rank gives up.  May be NULL. */
     int (*is_interrupted)(void *context);

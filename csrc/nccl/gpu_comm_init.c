@@ -50,11 +50,7 @@ static pl_status register_memory(pli_gpu_comm *self, pli_nccl *nccl)
     char *board = pli_gpu_comm_board(self);
     self->is_registered = 0;
     self->block->handle = pli_nccl_register(nccl, &self->block->memory);
-    if (self->staging != NULL)
-        self->staging->handle = pli_nccl_register(nccl, &self->staging->memory);
-    const int is_known = self->block->handle != NULL &&
-                         (self->staging == NULL || self->staging->handle != NULL);
-    board[self->super.rank] = is_known ? 1 : 0;
+    board[self->super.rank] = self->block->handle != NULL ? 1 : 0;
     PL_TRY(pli_gpu_comm_talk(self, PL_ALL_GATHER, 0, (size_t)self->super.world_size));
     self->is_registered = 1;
     for (int r = 0; r < self->super.world_size; r++)

@@ -35,7 +35,6 @@ typedef struct pli_gpu_comm {
     pli_nccl_library *library; /* NULL: a world of one rank */
     pli_watchdog *watchdog;    /* NULL: none, or not joined */
     int64_t deadline_ns;
-    pli_accumulation accumulation;
     int (*is_interrupted)(void *context); /* NULL: never */
     void (*report_loss)(void *context, const char *message);
     void *context;
@@ -43,9 +42,8 @@ typedef struct pli_gpu_comm {
 
     pli_pool *pool;
     pli_block *block;
-    pli_block *staging; /* of sums in float32; NULL: none */
-    int is_registered;  /* every rank's memory is registered with NCCL */
-    int is_left;        /* a helper thread that uses this world was left behind */
+    int is_registered; /* every rank's memory is registered with NCCL */
+    int is_left;       /* a helper thread that uses this world was left behind */
 
     uint64_t hash; /* of all device operations since the start, or since recovery */
     _Atomic uint64_t step;
@@ -144,13 +142,5 @@ void pli_gpu_comm_watch(void *context);
 
 pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns,
                                pl_recovery *out) PL_MUST_USE;
-
-/* ---- gpu_ordered_sum.c ---------------------------------------------------------- */
-
-/* Bytes of staging for ranges of up to n_bytes. */
-size_t pli_gpu_comm_staging_bytes(int world_size, size_t n_bytes);
-
-/* Enqueues an operation on the side stream. */
-pl_status pli_gpu_comm_carry(pli_gpu_comm *self, const pl_op *op) PL_MUST_USE;
 
 #endif

@@ -216,9 +216,7 @@ static pl_status try_op(trial *run, const pl_op *op)
     pli_gpu_comm *self = run->self;
     pli_backoff waiting = pli_backoff_begin(self->deadline_ns, poll_trial, run);
     PL_TRY(for_pieces(run, op, fill_piece));
-    PL_TRY(run->scratch != NULL
-               ? pli_nccl_enqueue(self->nccl, op, run->scratch, self->side)
-               : pli_gpu_comm_carry(self, op));
+    PL_TRY(pli_nccl_enqueue(self->nccl, op, memory_of(run, op), self->side));
     PL_TRY(self->backend->ops->event_record(self->backend, self->drained, self->side));
     PL_TRY(pli_backend_await(self->backend, self->drained, &waiting, doing));
     PL_TRY(for_pieces(run, op, check_piece));

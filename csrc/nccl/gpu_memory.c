@@ -306,17 +306,16 @@ int pli_block_is_shared(pli_block *block)
     return n_users > 1;
 }
 
-static pl_status alloc_memory(const pli_pool_options *options, size_t n_bytes,
-                              pli_nccl_memory *out)
+static pl_status alloc_memory(const pli_pool_options *options, pli_nccl_memory *out)
 {
     pl_status st = PL_OK;
     free_leftovers(options->backend, 0);
-    st = pli_nccl_alloc(options->library, options->backend, n_bytes, out);
+    st = pli_nccl_alloc(options->library, options->backend, options->n_bytes, out);
     if (st != PL_ENOMEM || options->empty_caches == NULL)
         return st;
     free_leftovers(options->backend, 1);
     options->empty_caches(options->context);
-    st = pli_nccl_alloc(options->library, options->backend, n_bytes, out);
+    st = pli_nccl_alloc(options->library, options->backend, options->n_bytes, out);
     if (st == PL_ENOMEM) {
         const message first = keep_message();
         st = pli_fail(st, "%s, after torch.cuda.empty_cache()", first.text);
@@ -324,12 +323,12 @@ static pl_status alloc_memory(const pli_pool_options *options, size_t n_bytes,
     return st;
 }
 
-pl_status pli_pool_alloc(pli_pool *pool, size_t n_bytes, pli_block **out)
+static pl_status make_block(pli_pool *pool, pli_block **out)
 {
     pl_status st = PL_OK;
     pli_block *made = NULL;
     PL_TRY(pli_calloc(1, sizeof *made, "a block of gradients", &made));
-    PL_TRY(alloc_memory(&pool->options, n_bytes, &made->memory));
+    PL_TRY(alloc_memory(&pool->options, &made->memory));
     made->ref.release = release;
     made->pool = pool;
     made->n_users = 1;
@@ -349,7 +348,7 @@ pl_status pli_pool_take(pli_pool *pool, pli_block **out)
     pl_status st = PL_OK;
     pli_block *block = take_spare(pool);
     if (block == NULL)
-        PL_TRY(pli_pool_alloc(pool, pool->options.n_bytes, &block));
+        PL_TRY(make_block(pool, &block));
     *out = block;
 done:
     return st;

@@ -53,9 +53,6 @@ pl_status pli_pool_create(const pli_pool_options *options, pli_pool **out) PL_MU
 /* Takes a spare block, or makes one; with one reference. */
 pl_status pli_pool_take(pli_pool *pool, pli_block **out) PL_MUST_USE;
 
-/* Allocates a block of another size.  The world holds it until it closes the pool. */
-pl_status pli_pool_alloc(pli_pool *pool, size_t n_bytes, pli_block **out) PL_MUST_USE;
-
 /* Work on `stream` from now on may touch the world's block. */
 void pli_pool_add_reader(pli_pool *pool, pl_stream *stream);
 

@@ -209,43 +209,6 @@ done:
     return st;
 }
 
-static pli_nccl_result call_swap(const pli_nccl *self, const pli_nccl_swap *swap,
-                                 pli_nccl_stream stream)
-{
-    const pli_nccl_library *lib = self->library;
-    pli_nccl_result result = PLI_NCCL_SUCCESS;
-    for (int r = 0; r < self->world_size && pli_nccl_is_taken(result); r++) {
-        if (r == self->rank)
-            continue;
-        result = lib->Send(swap->from + (size_t)r * swap->from_stride_bytes,
-                           swap->n_bytes, PLI_NCCL_I8, r, self->comm, stream);
-        if (pli_nccl_is_taken(result))
-            result = lib->Recv(swap->to + (size_t)r * swap->to_stride_bytes,
-                               swap->n_bytes, PLI_NCCL_I8, r, self->comm, stream);
-    }
-    return result;
-}
-
-pl_status pli_nccl_swap_blocks(pli_nccl *self, const pli_nccl_swap *swap,
-                               pl_stream *stream)
-{
-    pl_status st = PL_OK;
-    pli_cuda_scope scope;
-    if (swap->n_bytes == 0)
-        goto done;
-    PL_TRY(begin_call(self, &scope));
-    pli_nccl_result result = self->library->GroupStart();
-    if (result == PLI_NCCL_SUCCESS) {
-        result = call_swap(self, swap, (pli_nccl_stream)(void *)stream);
-        const pli_nccl_result ended = self->library->GroupEnd();
-        if (pli_nccl_is_taken(result))
-            result = ended;
-    }
-    PL_TRY(end_call(self, &scope, result, "an exchange of blocks"));
-done:
-    return st;
-}
-
 void pli_nccl_record_captured(pli_nccl *self)
 {
     if (self != NULL)

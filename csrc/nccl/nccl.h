@@ -43,18 +43,6 @@ pl_status pli_nccl_can(const pl_op *op) PL_MUST_USE;
 pl_status pli_nccl_enqueue(pli_nccl *nccl, const pl_op *op, void *memory,
                            pl_stream *stream) PL_MUST_USE;
 
-/* Sends block r of `from` to rank r, and receives block r of `to` from rank r, for
- * every other rank r.  The rank's own blocks are not touched. */
-typedef struct pli_nccl_swap {
-    const char *from;
-    char *to;
-    size_t from_stride_bytes; /* from a rank's block to the next rank's */
-    size_t to_stride_bytes;
-    size_t n_bytes; /* per block */
-} pli_nccl_swap;
-pl_status pli_nccl_swap_blocks(pli_nccl *nccl, const pli_nccl_swap *swap,
-                               pl_stream *stream) PL_MUST_USE;
-
 /* Records that the latest operation was captured into a graph.  NULL is allowed. */
 void pli_nccl_record_captured(pli_nccl *nccl);
 

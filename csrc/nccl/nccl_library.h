@@ -95,14 +95,6 @@ enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
     X(Broadcast, pli_nccl_result,                                                      \
       (const void *from, void *to, size_t count, pli_nccl_dtype dtype, int root,       \
        pli_nccl_comm comm, pli_nccl_stream stream))                                    \
-    X(Send, pli_nccl_result,                                                           \
-      (const void *from, size_t count, pli_nccl_dtype dtype, int peer,                 \
-       pli_nccl_comm comm, pli_nccl_stream stream))                                    \
-    X(Recv, pli_nccl_result,                                                           \
-      (void *to, size_t count, pli_nccl_dtype dtype, int peer, pli_nccl_comm comm,     \
-       pli_nccl_stream stream))                                                        \
-    X(GroupStart, pli_nccl_result, (void))                                             \
-    X(GroupEnd, pli_nccl_result, (void))                                               \
     X(GetLastError, const char *, (pli_nccl_comm comm))                                \
     X(CommInitRankConfig, pli_nccl_result,                                             \
       (pli_nccl_comm * out, int n_ranks, pli_nccl_id id, int rank,                     \

@@ -140,7 +140,6 @@ class RankWorld:
         device: Device | None = None,
         device_bytes: int = 0,
         nccl: str | None = None,
-        accumulate: str = "nccl",
         hosts: tuple[Sequence[int], tuple[str, ...], Sequence[int]] | None = None,
         prove: Callable[[bytes], bytes] | None = None,
     ) -> RankWorld: ...

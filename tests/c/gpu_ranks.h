@@ -27,7 +27,6 @@ typedef struct gpu_ranks {
     int per_host;
     uint64_t seed;
     fake_options fake;
-    pli_accumulation accumulation;
     int64_t deadline_ns;
     int has_watchdog;
     int is_shared; /* one device for all */
@@ -196,7 +195,6 @@ static inline pl_status gpu_join(gpu_rank *self)
                                           .device_bytes = all->device_bytes,
                                           .n_ops = 16,
                                           .deadline_ns = all->deadline_ns,
-                                          .accumulation = all->accumulation,
                                           .report_loss = gpu_note_loss,
                                           .context = self};
     return pli_gpu_comm_create(&options, &self->comm);

@@ -4,8 +4,6 @@
  */
 #include "gpu_ranks.h"
 
-#include "backend/cpu_sum.h"
-
 /* ---- numbers -------------------------------------------------------------------- */
 
 static pl_op draw_op(draw *it, int world_size)
@@ -58,93 +56,6 @@ TEST_ON_HOSTS(operations_have_their_outcome_in_any_order_of_things)
             gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 4), seed, schedules[s]);
             gpu_ranks_run_world(&all, run_random_steps);
         }
-}
-
-/* ---- sums in float32 ------------------------------------------------------------ */
-
-typedef struct sum_case {
-    pl_dtype dtype;
-    pl_reduction reduction;
-    size_t n_elems;
-} sum_case;
-
-/* Any finite bits, small enough that sums are finite. */
-static uint16_t short_of(pl_dtype dtype, uint64_t seed, int rank, size_t i)
-{
-    draw it = draw_of(seed * 1000003 + (uint64_t)rank * 10007 + i);
-    const uint16_t bits = (uint16_t)draw_u64(&it);
-    return dtype == PL_F16 ? bits & 0xbbff : bits & 0xbfff;
-}
-
-/* Other tests check the CPU's sums. */
-static void expect_sum(const sum_case *one, uint64_t seed, int world_size,
-                       uint16_t *out)
-{
-    const pli_sum_table *sums = NULL;
-    uint16_t values[GPUS_MOST][8192];
-    const void *in[GPUS_MOST] = {NULL};
-    for (int r = 0; r < world_size; r++) {
-        in[r] = values[r];
-        for (size_t i = 0; i < one->n_elems; i++)
-            values[r][i] = short_of(one->dtype, seed, r, i);
-    }
-    if (CHECK_OK(pli_cpu_sums(&sums)))
-        sums->fn[one->dtype][one->reduction](&(pli_sum_args){.in = in,
-                                                             .n_in = world_size,
-                                                             .out = (void *[]){out},
-                                                             .n_out = 1,
-                                                             .n_elems = one->n_elems});
-}
-
-static void add_up_in_f32(gpu_rank *self)
-{
-    const sum_case *one = self->all->context;
-    uint16_t values[8192];
-    uint16_t expected[8192];
-    pl_ticket ticket = 0;
-    const pl_op op = {.kind = PL_ALL_REDUCE,
-                      .reduction = one->reduction,
-                      .dtype = one->dtype,
-                      .offset_bytes = GPUS_HOST_BYTES + 128,
-                      .n_elems = one->n_elems};
-    void *at = pli_comm_memory(self->comm, op.offset_bytes);
-    for (int again = 0; again < 2; again++) {
-        const uint64_t seed = self->all->seed * 2 + (uint64_t)again;
-        for (size_t i = 0; i < one->n_elems; i++)
-            values[i] = short_of(one->dtype, seed, self->rank, i);
-        CHECK_OK(
-            pli_cuda_write(self->backend, at, values, 2 * one->n_elems, self->stream));
-        if (!CHECK_OK(gpu_issue_op(self, &op, &ticket)) ||
-            !CHECK_OK(gpu_agree_on_end(self)))
-            return;
-        CHECK_OK(
-            pli_cuda_read(self->backend, values, at, 2 * one->n_elems, self->stream));
-        expect_sum(one, seed, self->all->world_size, expected);
-        if (!CHECK(memcmp(values, expected, 2 * one->n_elems) == 0))
-            CHECK_MORE("seed %d: %zu %s on %d ranks", (int)self->all->seed,
-                       one->n_elems, pl_dtype_text(one->dtype), self->all->world_size);
-    }
-}
-
-TEST(short_floats_are_added_in_float32_and_rounded_once)
-{
-    static const size_t sizes[] = {0, 1, 31, 64, 65, 96, 128, 255, 1000, 8192};
-    for (uint64_t seed = 1; seed <= 40; seed++) {
-        sum_case one = {.dtype = seed % 2 == 0 ? PL_F16 : PL_BF16,
-                        .reduction = seed % 3 == 0 ? PL_SUM : PL_MEAN,
-                        .n_elems = sizes[seed % 10]};
-        gpu_ranks all =
-            gpu_ranks_of(1 + (int)((seed - 1) / 10), seed, schedules[seed % 3]);
-        all.accumulation = PLI_ACCUMULATE_IN_F32;
-        all.context = &one;
-        gpu_ranks_run_world(&all, add_up_in_f32);
-    }
-}
-
-TEST(other_operations_are_as_ever_with_sums_in_float32)
-{
-    GPU_WORLDS_WITH(18, 2 + seed % 3, schedules[seed % 3],
-                    all.accumulation = PLI_ACCUMULATE_IN_F32, run_random_steps);
 }
 
 /* ---- memory --------------------------------------------------------------------- */

@@ -61,7 +61,6 @@ static int fail_nth(const char *function, int n, int code)
     gpu_ranks all = gpu_ranks_of(2, (uint64_t)n, schedules[n % 3]);
     gpu_rank ranks[GPUS_MOST];
     all.per_host = n % 2;
-    all.accumulation = PLI_ACCUMULATE_IN_F32;
     all.deadline_ns = 2000 * PLI_MS;
     all.blocks = strcmp(function, "ncclCommInitRankConfig") != 0 && n % 2 != 0;
     all.may_keep = strcmp(function, "cuCtxGetCurrent") == 0 ||
@@ -101,11 +100,6 @@ TEST(every_call_of_the_driver_and_of_nccl_may_fail)
         {"ncclCommGetAsyncError", 3, 40},
         {"ncclAllReduce", 1, 20},
         {"ncclBroadcast", 1, 10},
-        {"ncclAllGather", 3, 40},
-        {"ncclSend", 3, 20},
-        {"ncclRecv", 3, 20},
-        {"ncclGroupStart", 3, 20},
-        {"ncclGroupEnd", 3, 20},
         {"ncclMemAlloc", 1, 10},
         {"ncclCommRegister", 3, 10},
         {"ncclCommDeregister", 3, 10},
@@ -124,7 +118,6 @@ static void fail_each_of_ours(enum pli_fault_kind kind)
         gpu_ranks all = gpu_ranks_of(2, (uint64_t)n, schedules[n % 3]);
         gpu_rank ranks[GPUS_MOST];
         all.per_host = (int)n % 2;
-        all.accumulation = PLI_ACCUMULATE_IN_F32;
         all.deadline_ns = 2000 * PLI_MS;
         if (!gpu_ranks_start(&all))
             return;
@@ -190,9 +183,7 @@ static void fail_and_go_on(gpu_rank *self)
 
 TEST_ON_HOSTS(a_step_that_fails_is_left_behind_by_all)
 {
-    GPU_WORLDS_WITH(18, 1 + seed % 4, schedules[seed % 3],
-                    all.accumulation = (pli_accumulation)(seed / 2 % 2),
-                    fail_and_go_on);
+    GPU_WORLDS(18, 1 + seed % 4, schedules[seed % 3], fail_and_go_on);
 }
 
 /* The device is one step behind the host, and the next step fails at once. */

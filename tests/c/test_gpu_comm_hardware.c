@@ -187,8 +187,8 @@ static void await_all(gpu_rank *self)
 
 /* Operations of each size that a bucket, or the model's broadcast, may have. */
 GPU_TEST_WITH(4, 1 + seed % 3 + (seed == 3), FAKE_LATE, atomic_int n_here = 0;
-              all.context = &n_here; all.device_bytes = LARGE_BYTES;
-              all.accumulation = (pli_accumulation)(seed % 2), a_step_connects_nothing)
+              all.context = &n_here;
+              all.device_bytes = LARGE_BYTES, a_step_connects_nothing)
 {
     static const size_t sizes[] = {1000, 70000, 300000, LARGE_BYTES / 4};
     if (!CHECK_OK(prepare(self)))

@@ -323,7 +323,7 @@ TEST(new_memory_is_zeros)
         return;
     pl_stream *side = pli_cuda_side_stream(it.backend);
     if (CHECK_OK(pli_pool_take(it.pool, &block)) &&
-        CHECK_OK(pli_pool_alloc(it.pool, ARENA, &other)) &&
+        CHECK_OK(pli_pool_take(it.pool, &other)) &&
         CHECK_OK(
             pli_cuda_read(it.backend, found[0], block->memory.address, ARENA, side)) &&
         CHECK_OK(

@@ -149,7 +149,8 @@ def both_kinds_of_checkpointing(world: World) -> None:
 @check(worlds=(1, 2))
 def copies_and_states(world: World) -> None:
     """A copy has the options of its original, and can train after that is dropped."""
-    model = world.accumulating(Leaves([(10,), (90_000,)], [torch.float32]))
+    leaves = Leaves([(10,), (90_000,)], [torch.float32])
+    model = world.ours(leaves, gradient_as_bucket_view=True)
     model(coefficients_for(world, model, 1)).backward()
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     file = io.BytesIO()
@@ -158,7 +159,7 @@ def copies_and_states(world: World) -> None:
         file.seek(0)
         twin.load_state_dict(torch.load(file, map_location=world.device))
         good_steps(world, twin, range(3))
-        assert twin._session.options.accumulate_in_fp32
+        assert twin._session.options.as_bucket_views
         assert twin.device_ids == model.device_ids
     del model
     for twin in twins:

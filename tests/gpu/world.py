@@ -15,7 +15,7 @@ from typing import Any
 import paceline
 import torch
 import torch.distributed as dist
-from checks import Check, Figures, Skip, is_fake, simulated
+from checks import Check, Figures, is_fake, simulated
 from paceline._ddp.session import Session
 from torch import Tensor, nn
 
@@ -88,13 +88,6 @@ class World:
         wrapped = nn.parallel.DistributedDataParallel(module.to(self.device), **options)
         assert not isinstance(wrapped, paceline.DistributedDataParallel)
         return wrapped
-
-    def accumulating(self, module: nn.Module) -> paceline.DistributedDataParallel:
-        """Wrap a module so that 16-bit gradients are summed in float32."""
-        try:
-            return self.ours(module, accumulate_in_fp32=True)
-        except TypeError as error:
-            raise Skip(f"this build has no such option: {error}") from None
 
     def taken(self) -> int:
         """Return the used bytes of the GPU, or the live objects of a simulated one."""

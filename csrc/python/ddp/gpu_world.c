@@ -1,16 +1,5 @@
 /* gpu_world.c - the part of World for gradients in a GPU's memory. */
-#include <string.h>
-
 #include "world.h"
-
-static int read_accumulation(const char *word, pli_accumulation *out)
-{
-    *out = strcmp(word, "nccl") == 0 ? PLI_ACCUMULATE_BY_NCCL : PLI_ACCUMULATE_IN_F32;
-    if (*out == PLI_ACCUMULATE_BY_NCCL || strcmp(word, "float32") == 0)
-        return 0;
-    return pli_error(PyExc_ValueError, "accumulate is '%s': give 'nccl' or 'float32'",
-                     word);
-}
 
 static pl_status open_library(const char *path, pli_nccl_library **out)
 {
@@ -37,7 +26,7 @@ static void report_loss(void *state, const char *message)
 }
 
 int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
-                         const char *accumulate, const char *nccl, pl_comm **comm)
+                         const char *nccl, pl_comm **comm)
 {
     pl_status st = PL_OK;
     pli_nccl_library *library = NULL;
@@ -45,8 +34,6 @@ int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
     options->empty_caches = pli_gpu_empty_cache;
     options->report_loss = report_loss;
     options->context = state;
-    if (read_accumulation(accumulate, &options->accumulation) != 0)
-        return -1;
     if (state->watchdog == NULL)
         PL_TRY(pli_watchdog_create(&state->watchdog));
     options->watchdog = state->watchdog;

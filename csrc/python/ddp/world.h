@@ -29,10 +29,10 @@ typedef struct world_object {
 pli_group_callbacks pli_group_callbacks_of(PyObject *group_comm);
 
 /* Replaces *comm, its base, by a device's world.  The caller fills the fields of
- * `options` that do not follow from other arguments: `accumulate` is how averages are
- * summed, `nccl` the library's path, or NULL if none was found. */
+ * `options` that do not follow from other arguments; `nccl` is the library's path, or
+ * NULL if none was found. */
 int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
-                         const char *accumulate, const char *nccl, pl_comm **comm);
+                         const char *nccl, pl_comm **comm);
 
 /* Releases the GIL if the world has a device: a call may wait for the device or the
  * watchdog. */

@@ -28,7 +28,6 @@ typedef struct world_arguments {
     PyObject *device;     /* the Device with the gradients, or NULL */
     Py_ssize_t device_bytes;
     const char *nccl;
-    const char *accumulate;
     PyObject *hosts; /* None, or (n_ranks, names, fds) */
     PyObject *prove; /* (bytes) -> 32 bytes that need the job's secret; or None */
     int64_t deadline_ns;
@@ -168,17 +167,16 @@ static int check_arguments(const module_state *state, const world_arguments *arg
 static int parse_arguments(const module_state *state, PyObject *args, PyObject *kwargs,
                            world_arguments *arguments)
 {
-    static char *names[] = {"rank",    "world_size",   "arena_bytes", "n_ops",
-                            "timeout", "pids",         "meeting",     "group_comm",
-                            "device",  "device_bytes", "nccl",        "accumulate",
-                            "hosts",   "prove",        NULL};
+    static char *names[] = {
+        "rank", "world_size", "arena_bytes", "n_ops",  "timeout",
+        "pids", "meeting",    "group_comm",  "device", "device_bytes",
+        "nccl", "hosts",      "prove",       NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iinndOO|OOnzsOO:RankWorld", names, &arguments->rank,
+            args, kwargs, "iinndOO|OOnzOO:RankWorld", names, &arguments->rank,
             &arguments->world_size, &arguments->arena_bytes, &arguments->n_ops,
             &arguments->timeout, &arguments->pids, &arguments->meeting,
             &arguments->group_comm, &arguments->device, &arguments->device_bytes,
-            &arguments->nccl, &arguments->accumulate, &arguments->hosts,
-            &arguments->prove) ||
+            &arguments->nccl, &arguments->hosts, &arguments->prove) ||
         pli_world_hosts_read(arguments->hosts, arguments->rank, arguments->world_size,
                              &arguments->by_host) != 0)
         return -1;
@@ -235,15 +233,14 @@ static int build_world(module_state *state, world_object *self,
                                     .device_bytes = (size_t)arguments->device_bytes,
                                     .n_ops = (size_t)arguments->n_ops,
                                     .deadline_ns = arguments->deadline_ns};
-    return pli_gpu_world_create(state, &options, arguments->accumulate, arguments->nccl,
-                                &self->comm);
+    return pli_gpu_world_create(state, &options, arguments->nccl, &self->comm);
 }
 
 static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PLI_ENTER(type);
     module_state *state = state_of_type(type);
-    world_arguments arguments = {.accumulate = "nccl", .prove = Py_None};
+    world_arguments arguments = {.prove = Py_None};
     const char *address = NULL;
     int pids[PLI_MAX_GROUP_RANKS];
     if (parse_arguments(state, args, kwargs, &arguments) != 0)
@@ -433,15 +430,14 @@ static PyType_Slot world_slots[] = {
     {Py_bf_getbuffer, world_getbuffer},
     {Py_tp_doc,
      "RankWorld(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
-     "group_comm=None, device=None, device_bytes=0, nccl=None, "
-     "accumulate='nccl', hosts=None, prove=None)\n--\n\n"
+     "group_comm=None, device=None, device_bytes=0, nccl=None, hosts=None, "
+     "prove=None)\n--\n\n"
      "A rank's end of a world of processes: on one host; on several, with hosts = "
      "(n_ranks, names, fds); or on any, with a group_comm that carries their "
      "messages. With hosts, pids are those of this host's ranks. Its buffer is this "
      "rank's arena. Processes of one host prove to each other that they have the "
      "job's secret: prove(message) is its HMAC-SHA256. With a device, device_bytes "
-     "more are in its memory, and NCCL "
-     "reduces them, summed in its own way or in 'float32'."},
+     "more are in its memory, and NCCL reduces them."},
     {0, NULL},
 };
 

@@ -105,10 +105,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         parameter that no output depends on; a second gradient of a parameter in one
         backward; a graph that changes under ``static_graph``; bfloat16 hooks on the
         CPU.  Default: whether ``PACELINE_STRICT`` is 1.
-    accumulate_in_fp32 : bool, default False
-        On GPUs, whether float16 and bfloat16 gradients are summed in float32, in rank
-        order, and rounded once; otherwise NCCL chooses.  With n ranks this takes up to
-        32 MiB and 64 n^2 bytes more of each GPU's memory.  On the CPU it is always so.
+    accumulate_in_fp32 : bool
+        Removed: True raises an error that says what to write instead.
 
     Attributes
     ----------
@@ -206,7 +204,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
       makes it zeros.
     - If a rank dies, leaves or fails, the others raise ``PeerError``, which names it;
       in a backward ``PeerError`` also replaces their own exceptions.
-    - Sums are taken in rank order, so each run gives the same bits.
+    - On the CPU sums are taken in rank order, so each run gives the same bits.
     - If the group's own collectives carry gradients, sums are in the group's order, and
       only the group can notice a rank that dies, as in torch.  After a step that failed
       there, wrap the model anew on every rank.
@@ -224,8 +222,9 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
       parameter in another way (a list of tensors, a closure, an optimizer, a hook's
       argument) gets the original, and so does ``wrapper.module(...)``.  Parameters have
       no ``_mp_param`` and ``_fp_param``.
-    - On the CPU 16-bit gradients are summed in float32, and rounded once; on GPUs
-      ``accumulate_in_fp32`` decides.  A single rank rounds nothing.
+    - On the CPU 16-bit gradients are summed in float32, and rounded once; on GPUs with
+      a ``reduce_dtype`` of float32, else as NCCL sums them.  A single rank rounds
+      nothing.
     - Buffers of integers stay integers; torch makes BatchNorm count in
       ``buffer_dtype``.
     - Communication hooks may be registered: they get buckets of ``reduce_dtype``.

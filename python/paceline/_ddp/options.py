@@ -49,7 +49,6 @@ class Options:
     caps: Caps = DEFAULT_CAPS  # of buckets summed in shared memory
     network_caps: Caps = DEFAULT_NETWORK_CAPS  # if a hook or group carries them
     strict: bool = False  # refuse what torch refuses
-    accumulate_in_fp32: bool = False  # 16-bit gradients on GPUs
     precision: Precision | None = None  # of forwards and averages, if mixed
 
     def __post_init__(self) -> None:
@@ -116,16 +115,15 @@ def read(
             strict = _environment.is_strict()
         if strict not in (True, False):
             raise TypeError(f"strict is {strict!r}: give True, False or None")
-        if accumulate_in_fp32 not in (True, False):
-            raise TypeError(
-                f"accumulate_in_fp32 is {accumulate_in_fp32!r}: give True or False"
+        if accumulate_in_fp32:
+            raise NotImplementedError(
+                "accumulate_in_fp32 is gone: give mixed_precision=torch.nn.parallel."
+                "distributed._MixedPrecision(reduce_dtype=torch.float32), which "
+                "averages 16-bit gradients in float32"
             )
     except (NotImplementedError, TypeError, ValueError) as problem:
         return options, problem
-    in_fp32 = bool(accumulate_in_fp32)
-    return dataclasses.replace(
-        options, strict=bool(strict), accumulate_in_fp32=in_fp32
-    ), None
+    return dataclasses.replace(options, strict=bool(strict)), None
 
 
 def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:

@@ -40,17 +40,15 @@ class Gpu:
         """The native object."""
         return _gpu.open_device(self.index)
 
-    def memory(self, arena_bytes: int, words_bytes: int, in_fp32: bool) -> Any:
+    def memory(self, arena_bytes: int, words_bytes: int) -> Any:
         """Return the arguments with which a world has its gradients on this GPU.
 
-        `words_bytes` of the step's memory are on the host.  With `in_fp32` 16-bit
-        gradients are summed in float32.
+        `words_bytes` of the step's memory are on the host.
         """
         return {
             "device": self.native,
             "device_bytes": arena_bytes - words_bytes,
             "nccl": self.nccl,
-            "accumulate": "float32" if in_fp32 else "nccl",
         }
 
 

@@ -204,7 +204,7 @@ class Session:
         arena_bytes = max(arena_bytes, MIB)
         device = {}
         if gpu is not None:
-            device = gpu.memory(arena_bytes, host_bytes, options.accumulate_in_fp32)
+            device = gpu.memory(arena_bytes, host_bytes)
             arena_bytes = host_bytes
         world = meeting.connect(arena_bytes, n_ops, **device)
         try:
@@ -283,7 +283,6 @@ class Session:
             "a hook for buffers": self.sends_buffers,
             "strict": options.strict,
             "PACELINE_CHECK": _environment.check(),
-            "accumulate_in_fp32": options.accumulate_in_fp32,
             "mixed_precision": options.precision,
             "gradient_as_bucket_view": options.view_bytes(gpu is not None),
         }

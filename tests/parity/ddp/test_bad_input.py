@@ -118,7 +118,6 @@ OPTIONS = {
     "broadcast_buffers": (True, False),
     "forward_sync_buffers": (True, False),
     "init_sync": (True, False),
-    "accumulate_in_fp32": (False, True),
 }
 
 

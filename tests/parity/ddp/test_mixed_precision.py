@@ -179,6 +179,28 @@ def test_the_first_step_is_the_mean_of_all_ranks(ranks, param, reduce, view):
                 assert_equal(mine, mean, "a gradient")
 
 
+@on_gpus_too(4)
+@on_ranks(2, 4, dtype=[BRAIN, HALF], view=[False, True])
+def test_a_module_in_16_bits_may_be_averaged_in_float32_alone(ranks, dtype, view):
+    """Its tensors keep their dtype; of four ranks NCCL would round each sum."""
+    torch.manual_seed(6)
+    module, x = nn.Linear(6, 300).to(dtype), data(ranks, 0).to(dtype)
+    kept = copy.deepcopy(module)
+    options = {"gradient_as_bucket_view": view}
+    with mixed(ranks.wrap, module, None, WIDE, None, **options) as model:
+        for _ in range(2):
+            model.zero_grad()
+            out = model(x)
+            out.float().square().sum().backward()
+            found = [out, *model.parameters(), *grads_of(model)]
+            assert dtypes(found) == [dtype] * 5
+            means = by_hand(
+                ranks, kept, lambda low: low(x).float().square().sum(), dtype, dtype
+            )
+            for mine, mean in zip(grads_of(model), means, strict=True):
+                assert_equal(mine.float(), mean, "a gradient")
+
+
 @on_ranks()
 def test_parameters_are_whole_whenever_the_module_does_not_run(ranks):
     with mixed(ranks.wrap, nn.BatchNorm1d(6)) as model:

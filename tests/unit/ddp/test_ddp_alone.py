@@ -265,6 +265,7 @@ NOT_NEEDED = {
     "forward_sync_buffers": [False],
     "bucket_cap_mb": [25, 0.001],
     "mixed_precision": [None],
+    "accumulate_in_fp32": [False],
     "bucket_cap_mb_list": [None, [1, 2]],
     "strict": [True, False],
 }
@@ -298,6 +299,7 @@ REFUSED = [
     *(("module", m, TypeError, "module is ") for m in (None, 3, [nn.Linear(1, 1)])),
     ("process_group", OUTSIDE, ValueError, "process_group does not have this rank"),
     ("module", nn.ReLU(), RuntimeError, NO_GRADIENT),
+    ("accumulate_in_fp32", True, NotImplementedError, "is gone: give mixed_precision="),
 ]
 
 

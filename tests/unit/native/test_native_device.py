@@ -80,7 +80,6 @@ def test_a_library_says_its_version(stream, ask, least):
         ({"device": 3}, TypeError, "device is 3: give a Device, or None"),
         ({"device": None}, ValueError, "0 without a device"),
         ({"device_bytes": -1}, ValueError, "device_bytes is -1"),
-        ({"accumulate": "f"}, ValueError, "accumulate is 'f': give 'nccl' or"),
     ],
 )
 def test_bad_arguments_of_a_device_world_are_named(stream, changes, kind, words):
