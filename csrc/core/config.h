@@ -5,10 +5,6 @@
  *   PACELINE_LIBCUDA  path of CUDA's driver, instead of libcuda.so.1
  *   PACELINE_LIBNCCL  path of NCCL, instead of torch's
  *
- *   PACELINE_NCCL_BLOCKING  1 (the default): calls into NCCL return when they are
- *                           done.  0: they return at once if they can; since 2.23 NCCL
- *                           starts a thread for each.  NCCL_COMM_BLOCKING overrules it.
- *
  *   PACELINE_TIMEOUT       seconds that a rank waits for another before it gives up
  *   PACELINE_LINK_TIMEOUT  seconds that a host may not answer before it counts as down
  *

@@ -1,8 +1,8 @@
 /* nccl.c - calls into NCCL, one at a time.
  *
  * begin_call() enters the device's context and takes the lock; end_call() undoes both.
- * After an abort `comm` is NULL.  end_call() then waits, without the lock, until NCCL
- * has completed the call: until then nothing may be put on the stream.
+ * After an abort `comm` is NULL.  A call must have ended when it returns, because the
+ * next work is put on the stream then: ncclInProgress is a failure.
  *
  * A call may block inside NCCL while it holds the lock: for a connection, for a peer's
  * proxy, for room in the device's queue.  So an abort waits for the lock only a limited
@@ -11,7 +11,6 @@
 #include <string.h>
 
 #include "backend/cuda.h"
-#include "core/backoff.h"
 #include "nccl_state.h"
 
 enum { FINE_VERSION = 22700, COARSE_BYTES = 256 << 20 }; /* see prefers_its_own() */
@@ -41,6 +40,12 @@ pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
     const char *last = library->GetLastError(comm);
     if (last == NULL)
         last = "";
+    if (result == PLI_NCCL_IN_PROGRESS)
+        return pli_fail(PL_EUNSUPPORTED,
+                        "NCCL %s: the call has returned before its end, as with "
+                        "NCCL_COMM_BLOCKING=0, which Paceline does not support: unset "
+                        "it, also in nccl.conf",
+                        doing);
     if (strstr(last, "Duplicate GPU") != NULL ||    /* up to 2.29 */
         strstr(last, "using the same GPU") != NULL) /* since */
         return pli_fail(PL_EINVAL,
@@ -52,44 +57,26 @@ pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
                     library->GetErrorString(result), last[0] != '\0' ? ": " : "", last);
 }
 
-/* ---- waiting -------------------------------------------------------------------- */
-
-/* Reads the state of the communicator; an error comes with its message. */
-static pl_status query_locked(const pli_nccl *self, const char *doing,
-                              pli_nccl_result *out)
+/* Judges the result of a call, and the communicator's state. */
+static pl_status judge_locked(const pli_nccl *self, pli_nccl_result result,
+                              const char *doing)
 {
     pl_status st = PL_OK;
     pli_nccl_result state = PLI_NCCL_SUCCESS;
-    if (self->comm == NULL)
+    const pli_nccl_comm comm = self->comm;
+    if (comm == NULL)
         PL_FAIL(PL_EPEER, "the communicator was aborted during %s", doing);
-    const pli_nccl_result asked = self->library->CommGetAsyncError(self->comm, &state);
-    if (asked != PLI_NCCL_SUCCESS)
-        state = asked;
-    if (!pli_nccl_is_taken(state))
-        PL_TRY(pli_nccl_fail(self->library, self->comm, state, doing));
-    *out = state;
+    if (result == PLI_NCCL_SUCCESS)
+        result = self->library->CommGetAsyncError(comm, &state);
+    if (result == PLI_NCCL_SUCCESS)
+        result = state;
+    if (result != PLI_NCCL_SUCCESS)
+        PL_TRY(pli_nccl_fail(self->library, comm, result, doing));
 done:
     return st;
 }
 
-pl_status pli_nccl_await_call(pli_nccl *self, const char *doing)
-{
-    pl_status st = PL_OK;
-    pli_nccl_result state = PLI_NCCL_IN_PROGRESS;
-    pli_backoff waiting =
-        pli_backoff_begin(self->deadline_ns, self->poll, self->context);
-    for (;;) {
-        (void)pthread_mutex_lock(&self->lock);
-        st = query_locked(self, doing, &state);
-        (void)pthread_mutex_unlock(&self->lock);
-        PL_TRY(st);
-        if (state == PLI_NCCL_SUCCESS)
-            break;
-        PL_TRY(pli_backoff_pause(&waiting, doing));
-    }
-done:
-    return st;
-}
+/* ---- calls ---------------------------------------------------------------------- */
 
 static pl_status begin_call(pli_nccl *self, pli_cuda_scope *scope)
 {
@@ -106,17 +93,11 @@ done:
     return st;
 }
 
-/* `result`: of the last call, or of the first that failed. */
 static pl_status end_call(pli_nccl *self, const pli_cuda_scope *scope,
                           pli_nccl_result result, const char *doing)
 {
-    pl_status st = PL_OK;
-    const pli_nccl_comm comm = self->comm;
-    if (!pli_nccl_is_taken(result) && comm != NULL)
-        st = pli_nccl_fail(self->library, comm, result, doing);
+    const pl_status st = judge_locked(self, result, doing);
     (void)pthread_mutex_unlock(&self->lock);
-    if (st == PL_OK) /* even after ncclSuccess: NCCL was seen to return it too early */
-        st = pli_nccl_await_call(self, doing);
     pli_cuda_leave(self->backend, scope);
     return st;
 }
@@ -218,9 +199,8 @@ void pli_nccl_record_captured(pli_nccl *self)
 pl_status pli_nccl_check(pli_nccl *self)
 {
     pl_status st = PL_OK;
-    pli_nccl_result ignored = PLI_NCCL_SUCCESS;
     if (pthread_mutex_trylock(&self->lock) == 0) {
-        st = query_locked(self, "work on the device", &ignored);
+        st = judge_locked(self, PLI_NCCL_SUCCESS, "work on the device");
         (void)pthread_mutex_unlock(&self->lock);
         goto done;
     }
@@ -293,8 +273,7 @@ void *pli_nccl_register(pli_nccl *self, const pli_nccl_memory *memory)
         return NULL;
     const pli_nccl_result result = self->library->CommRegister(
         self->comm, memory->address, memory->n_bytes, &handle);
-    if (end_call(self, &scope, result, "registering memory") != PL_OK ||
-        result != PLI_NCCL_SUCCESS) {
+    if (end_call(self, &scope, result, "registering memory") != PL_OK) {
         pli_nccl_deregister(self, handle);
         return NULL;
     }

@@ -1,9 +1,7 @@
 /* nccl.h - one NCCL communicator.
  *
  * A call may block for as long as a peer keeps NCCL waiting; the watchdog notices, and
- * aborts the communicator.  If the communicator does not block
- * (PACELINE_NCCL_BLOCKING=0), each function here waits until NCCL has completed its
- * call, with a deadline and a check of the peers, which NCCL does not watch.
+ * aborts the communicator.
  *
  * One thread at a time enqueues.  Any thread may check or abort, also while another is
  * inside NCCL.
@@ -24,7 +22,7 @@ typedef struct pli_nccl_options {
     int world_size;
     const char *id; /* PLI_NCCL_ID_BYTES, the same on every rank; not kept */
     int64_t deadline_ns;
-    /* Called now and then while a thread waits for NCCL: a failure ends the wait. */
+    /* Called now and then while the ranks meet: a failure ends the wait. */
     pl_status (*poll)(void *context);
     void *context;
 } pli_nccl_options;

@@ -140,19 +140,15 @@ void pli_nccl_abort(pli_nccl *self)
 }
 
 /* Whether NCCL has flushed all data. */
-static int flush(pli_nccl *self, int64_t most_ns)
+static int flush(const pli_nccl *self, int64_t most_ns)
 {
     pli_nccl_result result = PLI_NCCL_SUCCESS;
     const farewell what = {.end = self->library->CommFinalize,
                            .comm = self->comm,
                            .backend = self->backend,
                            .is_revocable = 1};
-    if (what.comm == NULL || !call_for(&what, most_ns, &result) ||
-        !pli_nccl_is_taken(result))
-        return 0;
-    self->poll = NULL; /* a peer that ends too is not a failure */
-    self->deadline_ns = most_ns;
-    return pli_nccl_await_call(self, "flushing") == PL_OK;
+    return what.comm != NULL && call_for(&what, most_ns, &result) &&
+           result == PLI_NCCL_SUCCESS;
 }
 
 void pli_nccl_finish(pli_nccl *self, int64_t most_ns)

@@ -10,7 +10,6 @@
 
 #include "backend/cuda.h"
 #include "core/alloc.h"
-#include "core/config.h"
 #include "helper_thread.h"
 #include "nccl_state.h"
 
@@ -41,7 +40,6 @@ typedef struct meeting {
     int rank;
     int world_size;
     pli_nccl_id id;
-    pli_nccl_config config;
     pli_nccl_comm comm;
 } meeting;
 
@@ -65,15 +63,6 @@ static void drop_meeting(void *context)
     free_meeting(self);
 }
 
-/* Whether NCCL's calls must block: in 2.26, whose other mode was reported to hang; and
- * unless the user chose the other mode, which starts a thread per call since 2.23.
- * NCCL_COMM_BLOCKING overrides this choice; nothing else depends on it. */
-static int is_to_block(const pli_nccl_library *library)
-{
-    const char *word = pli_config_word("PACELINE_NCCL_BLOCKING");
-    return library->version / 100 == 226 || word == NULL || word[0] != '0';
-}
-
 static pl_status meet(void *context)
 {
     pl_status st = PL_OK;
@@ -82,14 +71,11 @@ static pl_status meet(void *context)
     pli_cuda_scope scope;
     PL_TRY(pli_cuda_enter(self->backend, &scope));
     const pli_nccl_result result =
-        is_to_block(lib)
-            ? lib->CommInitRank(&self->comm, self->world_size, self->id, self->rank)
-            : lib->CommInitRankConfig(&self->comm, self->world_size, self->id,
-                                      self->rank, &self->config);
-    if (!pli_nccl_is_taken(result)) {
+        lib->CommInitRank(&self->comm, self->world_size, self->id, self->rank);
+    if (result != PLI_NCCL_SUCCESS)
         st = pli_nccl_fail(lib, NULL, result, doing);
+    if (result != PLI_NCCL_SUCCESS && result != PLI_NCCL_IN_PROGRESS)
         self->comm = NULL; /* no function may be called on it */
-    }
     pli_cuda_leave(self->backend, &scope);
 done:
     return st;
@@ -103,16 +89,12 @@ static pl_status meet_aside(pli_nccl *self, const pli_nccl_options *options)
     meeting *met = NULL;
     pli_helper *helper = NULL;
     pli_backoff waiting =
-        pli_backoff_begin(self->deadline_ns, self->poll, self->context);
+        pli_backoff_begin(options->deadline_ns, options->poll, options->context);
     PL_TRY(pli_calloc(1, sizeof *met, "ranks that meet", &met));
     *met = (meeting){.library = options->library,
                      .backend = options->backend,
                      .rank = options->rank,
-                     .world_size = options->world_size,
-                     .config = {.size = sizeof met->config,
-                                .magic = (unsigned)PLI_NCCL_MAGIC,
-                                .version = PLI_NCCL_CONFIG_VERSION,
-                                .is_blocking = 0}};
+                     .world_size = options->world_size};
     memcpy(&met->id, options->id, sizeof met->id);
     pli_nccl_library_retain(met->library);
     pli_cuda_backend_retain(met->backend);
@@ -146,12 +128,9 @@ pl_status pli_nccl_create(const pli_nccl_options *options, pli_nccl **out)
                        .rank = options->rank,
                        .world_size = options->world_size,
                        .deadline_ns = options->deadline_ns,
-                       .poll = options->poll,
-                       .context = options->context,
                        .owner_pid = getpid()};
     (void)pthread_mutex_init(&self->lock, NULL); /* cannot fail on Linux */
     PL_TRY(meet_aside(self, options));
-    PL_TRY(pli_nccl_await_call(self, doing));
     *out = self;
     self = NULL;
 done:

@@ -25,16 +25,8 @@ typedef struct CUstream_st *pli_nccl_stream;
 typedef struct pli_nccl_id {
     char bytes[PLI_NCCL_ID_BYTES];
 } pli_nccl_id;
-/* The beginning of ncclConfig_t, as in 2.14: NCCL treats the other fields as unset. */
-typedef struct pli_nccl_config {
-    size_t size;
-    unsigned magic;
-    unsigned version;
-    int is_blocking;
-} pli_nccl_config;
 #endif
 
-enum { PLI_NCCL_MAGIC = (int)0xcafebeef, PLI_NCCL_CONFIG_VERSION = 21400 };
 enum { PLI_NCCL_OLDEST = 21900 }; /* the first that has all functions below */
 
 /* ours, NCCL's, value */
@@ -96,9 +88,6 @@ enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
       (const void *from, void *to, size_t count, pli_nccl_dtype dtype, int root,       \
        pli_nccl_comm comm, pli_nccl_stream stream))                                    \
     X(GetLastError, const char *, (pli_nccl_comm comm))                                \
-    X(CommInitRankConfig, pli_nccl_result,                                             \
-      (pli_nccl_comm * out, int n_ranks, pli_nccl_id id, int rank,                     \
-       pli_nccl_config *config))                                                       \
     X(CommFinalize, pli_nccl_result, (pli_nccl_comm comm))                             \
     X(MemAlloc, pli_nccl_result, (void **out, size_t n_bytes))                         \
     X(MemFree, pli_nccl_result, (void *memory))                                        \

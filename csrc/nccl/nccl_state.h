@@ -15,8 +15,6 @@ struct pli_nccl {
     int rank;
     int world_size;
     int64_t deadline_ns;
-    pl_status (*poll)(void *context);
-    void *context;
     pid_t owner_pid;
     pthread_mutex_t lock;        /* held during each call */
     _Atomic(pli_nccl_comm) comm; /* NULL: not made, or aborted; an abort may not have
@@ -27,17 +25,8 @@ struct pli_nccl {
     atomic_int is_captured;      /* a graph may hold its operations */
 };
 
-/* Whether NCCL accepted the call, even if it has not completed. */
-static inline int pli_nccl_is_taken(pli_nccl_result result)
-{
-    return result == PLI_NCCL_SUCCESS || result == PLI_NCCL_IN_PROGRESS;
-}
-
 /* Turns NCCL's result into a status, with NCCL's own text in the message. */
 pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
                         pli_nccl_result result, const char *doing);
-
-/* Waits until NCCL has completed the call. */
-pl_status pli_nccl_await_call(pli_nccl *self, const char *doing) PL_MUST_USE;
 
 #endif

@@ -30,7 +30,6 @@ typedef struct gpu_ranks {
     int64_t deadline_ns;
     int has_watchdog;
     int is_shared; /* one device for all */
-    int blocks;    /* PACELINE_NCCL_BLOCKING */
     int may_keep;  /* frees may have failed */
     size_t device_bytes;
     pli_nccl_library *library;
@@ -62,7 +61,6 @@ static inline gpu_ranks gpu_ranks_of(int world_size, uint64_t seed,
                      .fake = fake_defaults(),
                      .deadline_ns = RANKS_DEADLINE_NS,
                      .has_watchdog = 1,
-                     .blocks = seed % 4 != 3,
                      .device_bytes = GPUS_BYTES};
     all.fake.seed = seed;
     all.fake.schedule = schedule;
@@ -80,13 +78,6 @@ static inline void gpu_ranks_no_errors(const gpu_ranks *all)
             CHECK_MORE("seed %d, %d a host: %s", (int)all->seed, all->per_host,
                        fake_error(i));
     fake_forget_errors();
-}
-
-/* Resets the fake, and sets the library's environment. */
-static inline void gpu_ranks_reset(const gpu_ranks *all)
-{
-    fake_reset(&all->fake);
-    (void)setenv("PACELINE_NCCL_BLOCKING", all->blocks ? "1" : "0", 1);
 }
 
 /* Whether the ranks are on several hosts. */
@@ -109,7 +100,7 @@ static inline int gpu_ranks_make_bases(gpu_ranks *all)
 
 static inline int gpu_ranks_start(gpu_ranks *all)
 {
-    gpu_ranks_reset(all);
+    fake_reset(&all->fake);
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &all->library)))
         return 0;
     if (all->has_watchdog && !CHECK_OK(pli_watchdog_create(&all->watchdog)))

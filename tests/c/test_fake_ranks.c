@@ -1,35 +1,10 @@
-/* test_fake_ranks.c - the fake of NCCL: aborts, calls in progress, the first
- * collective; a forked child. */
+/* test_fake_ranks.c - the fake of NCCL: aborts, the first collective; a forked child.
+ */
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "core/clock.h"
 #include "fake_ranks.h"
-
-static ncclResult_t poll_until_ready(ncclComm_t comm)
-{
-    ncclResult_t state = ncclInProgress;
-    while (state == ncclInProgress) {
-        CHECK(ncclCommGetAsyncError(comm, &state) == ncclSuccess);
-        pli_sleep_ns(1000);
-    }
-    return state;
-}
-
-static void init_without_blocking(rank *it)
-{
-    ncclConfig_t config = {.size = sizeof config,
-                           .magic = NCCL_API_MAGIC,
-                           .version = 21800,
-                           .blocking = 0,
-                           .cgaClusterSize = NCCL_CONFIG_UNDEF_INT,
-                           .minCTAs = NCCL_CONFIG_UNDEF_INT,
-                           .maxCTAs = NCCL_CONFIG_UNDEF_INT,
-                           .splitShare = NCCL_CONFIG_UNDEF_INT};
-    CHECK(ncclCommInitRankConfig(&it->comm, it->n_ranks, it->id, it->rank, &config) ==
-          ncclInProgress);
-    CHECK(poll_until_ready(it->comm) == ncclSuccess);
-}
 
 static void *abort_later(void *memory)
 {
@@ -60,48 +35,6 @@ TEST(an_abort_ends_what_runs_and_what_is_queued)
     for (int r = 0; r < 2; r++)
         rank_free(&ranks[r]);
     ranks_check_clean();
-}
-
-/* A call that returns ncclInProgress is not in the stream yet: work enqueued before it
- * is ready runs first. */
-static int slow_and_hasty(uint64_t seed, int has_patience)
-{
-    ncclUniqueId id;
-    float out[RANK_N];
-    fake_options options = ranks_options(seed, FAKE_EARLY);
-    options.polls = 5;
-    fake_reset(&options);
-    CHECK(cuInit(0) == CUDA_SUCCESS);
-    CHECK(ncclGetUniqueId(&id) == ncclSuccess);
-    rank it = rank_make(0, 1, &id);
-    rank_enter(&it);
-    init_without_blocking(&it);
-    rank_fill(&it, PL_F32, RANK_N, it.side);
-    float *to = rank_memory(&it);
-    const ncclResult_t result =
-        ncclBroadcast(to, to + RANK_N, RANK_N, ncclFloat32, 0, it.comm, it.side);
-    if (has_patience)
-        CHECK(poll_until_ready(it.comm) == ncclSuccess);
-    CHECK(cuMemcpyDtoDAsync(it.memory, it.memory + sizeof out, sizeof out, it.side) ==
-          CUDA_SUCCESS);
-    rank_read(&it, out, sizeof out, it.side);
-    CHECK(result == ncclSuccess || result == ncclInProgress);
-    CHECK(poll_until_ready(it.comm) == ncclSuccess);
-    CHECK(ncclCommDestroy(it.comm) == ncclSuccess);
-    rank_leave();
-    rank_free(&it);
-    ranks_check_clean();
-    return out[0] != 1.0f;
-}
-
-TEST(a_call_in_progress_is_not_in_the_stream)
-{
-    int n_wrong = 0;
-    for (uint64_t seed = 0; seed < 50; seed++) {
-        CHECK(slow_and_hasty(seed, 1) == 0);
-        n_wrong += slow_and_hasty(seed, 0);
-    }
-    CHECK(n_wrong > 10 && n_wrong < 50);
 }
 
 /* If the first call makes connections, it blocks the host until all ranks are in it:

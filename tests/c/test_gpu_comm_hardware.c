@@ -76,9 +76,8 @@ TEST(a_full_queue_is_waited_for)
     all.fake.proxy_blocks = 1;                                                         \
     all.deadline_ns = SOON_NS
 
-/* Returned memory is deregistered, which a peer's proxy must answer.  Calls of NCCL
- * block in two worlds, and not in the third. */
-GPU_TEST_WITH(3, 2, FAKE_RANDOM, WITH_PROXIES,
+/* Returned memory is deregistered, which a peer's proxy must answer. */
+GPU_TEST_WITH(2, 2, FAKE_RANDOM, WITH_PROXIES,
               a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline)
 {
     pli_memory_ref *kept[3];
@@ -138,19 +137,16 @@ static void *come_alone(void *memory)
 
 TEST(a_thread_that_is_left_behind_takes_nothing_of_its_maker)
 {
-    for (int blocks = 0; blocks < 2; blocks++) {
-        char id[PLI_NCCL_ID_BYTES];
-        gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
-        all.blocks = blocks;
-        all.context = id;
-        if (!gpu_ranks_start(&all))
-            return;
-        for (int r = 0; r < 2; r++) {
-            gpu_rank rank = {.all = &all, .rank = r};
-            (void)come_alone(&rank);
-        }
-        gpu_ranks_end(&all);
+    char id[PLI_NCCL_ID_BYTES];
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
+    all.context = id;
+    if (!gpu_ranks_start(&all))
+        return;
+    for (int r = 0; r < 2; r++) {
+        gpu_rank rank = {.all = &all, .rank = r};
+        (void)come_alone(&rank);
     }
+    gpu_ranks_end(&all);
 }
 
 /* ---- connections ---------------------------------------------------------------- */
@@ -212,8 +208,7 @@ GPU_TEST_WITH(4, 1 + seed % 3 + (seed == 3), FAKE_LATE, atomic_int n_here = 0;
 
 /* Only one rank enters the trial, until it gives up; the watchdog checks meanwhile. */
 GPU_TEST_WITH(2, 2, FAKE_RANDOM, atomic_int n_here = 0; all.context = &n_here;
-              all.blocks = seed == 1; all.deadline_ns = SOON_NS;
-              all.fake.lazy_connect = 0;
+              all.deadline_ns = SOON_NS; all.fake.lazy_connect = 0;
               all.fake.abort_ms = 500, a_trial_that_is_given_up_is_told_by_its_reason)
 {
     if (self->rank == 0) {
@@ -335,8 +330,8 @@ static const int sending_versions[] = {21903, 22005, 22304, 22602, 22809};
 /* Rank 0 ends its world when its device is done; its data still lies with the proxy,
  * and rank 1's device waits for it. */
 GPU_TEST_WITH(10, 2, FAKE_LATE, atomic_int n_ended = 0; all.context = &n_ended;
-              all.fake.nccl = sending_versions[seed % 5]; all.fake.net = 1;
-              all.blocks = seed > 5, who_ends_well_has_sent_all_that_its_peers_wait_for)
+              all.fake.nccl = sending_versions[seed % 5];
+              all.fake.net = 1, who_ends_well_has_sent_all_that_its_peers_wait_for)
 {
     atomic_int *n_ended = self->all->context;
     if (!gpu_fill(self, &mean, 5) || !CHECK_OK(gpu_step(self)))
@@ -353,24 +348,5 @@ GPU_TEST_WITH(10, 2, FAKE_LATE, atomic_int n_ended = 0; all.context = &n_ended;
 
 TEST(a_flush_that_takes_too_long_is_given_up)
 {
-    GPU_WORLDS_WITH(2, 2, FAKE_EARLY, all.fake.proxy_blocks = 2;
-                    all.blocks = seed == 1, take_a_step);
-}
-
-/* ---- the environment ------------------------------------------------------------ */
-
-TEST(nccls_own_variable_overrules_what_is_asked_for)
-{
-    static const char *const words[] = {"0", "1"};
-    for (uint64_t seed = 1; seed <= 4; seed++) {
-        kept_inside it = {.n_ops = 1, .op = mean};
-        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
-        it.op.kind = PL_REDUCE;
-        all.deadline_ns = SOON_NS;
-        all.blocks = seed > 2;
-        all.context = &it;
-        (void)setenv("NCCL_COMM_BLOCKING", words[seed % 2], 1);
-        gpu_ranks_run_world(&all, wait_inside);
-        (void)unsetenv("NCCL_COMM_BLOCKING");
-    }
+    GPU_WORLDS_WITH(1, 2, FAKE_EARLY, all.fake.proxy_blocks = 2, take_a_step);
 }

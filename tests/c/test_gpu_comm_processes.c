@@ -28,7 +28,7 @@ static pl_status worker_open(worker *it, child *self)
                            (fake_schedule)(shared->seed % 3));
     it->all.deadline_ns = shared->deadline_ns;
     it->rank = (gpu_rank){.all = &it->all, .rank = self->rank};
-    gpu_ranks_reset(&it->all);
+    fake_reset(&it->all.fake);
     PL_TRY(pli_nccl_library_open(fake_path(), &it->all.library));
     PL_TRY(pli_watchdog_create(&it->all.watchdog));
     PL_TRY(child_join(self));

@@ -10,8 +10,8 @@ TEST(a_library_is_found_by_its_path)
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &library)))
         return;
     CHECK(library->version == fake_defaults().nccl);
-    CHECK(library->CommInitRankConfig != NULL && library->GetLastError != NULL &&
-          library->MemAlloc != NULL && library->CommRegister != NULL);
+    CHECK(library->GetLastError != NULL && library->MemAlloc != NULL &&
+          library->CommRegister != NULL);
     pli_nccl_library_retain(library);
     pli_nccl_library_release(library);
     CHECK(library->AllReduce != NULL); /* one user is left */
@@ -132,7 +132,7 @@ static void run_ranks(gpu_ranks *all, meeting *it, void (*run)(gpu_rank *self))
     pthread_t threads[GPUS_MOST];
     *it = (meeting){.has_id = 0};
     all->context = it;
-    gpu_ranks_reset(all);
+    fake_reset(&all->fake);
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &all->library)))
         return;
     for (int r = 0; r < all->world_size; r++) {
@@ -183,9 +183,7 @@ TEST(ranks_meet_and_add)
         meeting it;
         gpu_ranks all =
             gpu_ranks_of(2 + (int)(seed % 3), seed, (fake_schedule)(seed % 3));
-        all.fake.polls = (int)seed * 3;
         all.fake.lazy_connect = seed % 2 == 0;
-        all.blocks = seed % 3 == 0;
         run_ranks(&all, &it, meet_and_sum);
     }
 }
@@ -206,34 +204,8 @@ TEST(a_flush_that_is_given_up_before_it_began_is_not_made)
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         meeting it;
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
-        all.blocks = 1;
         run_ranks(&all, &it, leave_in_no_time);
     }
-}
-
-TEST(calls_block_where_nobody_wants_another_way)
-{
-    meeting it;
-    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_LATE);
-    run_ranks(&all, &it, meet_and_sum);
-    CHECK(fake_count("ncclCommInitRankConfig") == 0);
-    CHECK(fake_launch_threads() == 0);
-    all = gpu_ranks_of(3, 1, FAKE_LATE);
-    all.blocks = 0;
-    run_ranks(&all, &it, meet_and_sum);
-    CHECK(fake_count("ncclCommInitRankConfig") == 3);
-    CHECK(fake_launch_threads() > 0);
-}
-
-TEST(nccl_2_26_is_called_by_calls_that_block)
-{
-    meeting it;
-    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
-    all.fake.nccl = 22602;
-    all.blocks = 0;
-    run_ranks(&all, &it, meet_and_sum);
-    CHECK(fake_count("ncclCommInitRankConfig") == 0);
-    CHECK(fake_count("ncclCommInitRank") == 2);
 }
 
 /* One rank never comes. */
@@ -285,12 +257,9 @@ static void give_up_too_late(gpu_rank *self)
 
 TEST(what_has_been_made_for_one_that_gives_up_is_aborted)
 {
-    for (int blocks = 0; blocks < 2; blocks++) {
-        meeting it;
-        gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
-        all.blocks = blocks;
-        run_ranks(&all, &it, give_up_too_late);
-    }
+    meeting it;
+    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
+    run_ranks(&all, &it, give_up_too_late);
 }
 
 /* ---- aborting ------------------------------------------------------------------- */
@@ -342,7 +311,6 @@ TEST(an_abort_from_another_thread_ends_all_that_runs)
     for (uint64_t seed = 1; seed <= 15; seed++) {
         meeting it;
         gpu_ranks all = gpu_ranks_of(2, seed, (fake_schedule)(seed % 3));
-        all.fake.polls = 50;
         all.fake.lazy_connect = seed % 5 == 0; /* enqueuing may block */
         run_ranks(&all, &it, enqueue_until_aborted);
     }
@@ -420,4 +388,29 @@ TEST(errors_are_told_in_nccls_own_words)
     meeting it;
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
     run_ranks(&all, &it, meet_errors);
+}
+
+/* As with NCCL_COMM_BLOCKING=0: the device would not wait for such a call. */
+static void meet_early_returns(gpu_rank *self)
+{
+    static const char *const functions[] = {"ncclAllReduce", "ncclCommGetAsyncError"};
+    pli_nccl *nccl = NULL;
+    fake_fail("ncclCommInitRank", 1, ncclInProgress);
+    CHECK_FAILS(make(self, RANKS_DEADLINE_NS, &nccl), PL_EUNSUPPORTED,
+                "NCCL_COMM_BLOCKING=0");
+    if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
+        return;
+    for (int k = 0; k < 2; k++) {
+        fake_fail(functions[k], 1, ncclInProgress);
+        CHECK_FAILS(sum_once(self, nccl), PL_EUNSUPPORTED, "NCCL_COMM_BLOCKING=0");
+    }
+    CHECK_OK(sum_once(self, nccl));
+    pli_nccl_destroy(nccl);
+}
+
+TEST(calls_that_return_before_their_end_are_refused)
+{
+    meeting it;
+    gpu_ranks all = gpu_ranks_of(1, 1, FAKE_RANDOM);
+    run_ranks(&all, &it, meet_early_returns);
 }

@@ -53,7 +53,6 @@ typedef struct fake_options {
     int64_t granularity; /* NCCL's memory takes multiples of it: 0, or as NCCL 2.19
                             to 2.24 with NVLS */
     int patience_ms;     /* how long the host waits for operations not yet enqueued */
-    int polls;           /* of ncclCommGetAsyncError with ncclInProgress, at the most */
     int alloc_waits;     /* cuMemAlloc waits for the device: 0 never, 1 always, 2 by
                             seed */
     int lazy_load;       /* 1: cuModuleGetFunction waits for the device, which loads the
@@ -164,10 +163,8 @@ FAKE_API void fake_part(int device, int other);
 FAKE_API void fake_empty_caches(void);
 FAKE_API int fake_context_depth(void); /* of this thread's stack of contexts */
 
-/* Since fake_reset(): connections that NCCL has made with options.lazy_connect, and
- * launches that it has made in separate threads. */
+/* Since fake_reset(): connections that NCCL has made with options.lazy_connect. */
 FAKE_API int fake_connections(void);
-FAKE_API int fake_launch_threads(void);
 
 /* Enqueued operations that are not done. */
 FAKE_API int fake_pending(void);

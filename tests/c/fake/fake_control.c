@@ -220,16 +220,16 @@ static int set_option(fake_options *it, const char *name, const char *text)
     static const struct {
         const char *name;
         size_t at, n_bytes;
-    } numbers[] = {OPTION(seed),          OPTION(devices),       OPTION(driver),
-                   OPTION(nccl),          OPTION(compute),       OPTION(slots),
-                   OPTION(protect),       OPTION(pump),          OPTION(foreign),
-                   OPTION(capacity),      OPTION(taken),         OPTION(granularity),
-                   OPTION(patience_ms),   OPTION(polls),         OPTION(alloc_waits),
-                   OPTION(lazy_connect),  OPTION(connect_bytes), OPTION(net),
-                   OPTION(proxy_blocks),  OPTION(abort_ms),      OPTION(queue_depth),
-                   OPTION(peers),         OPTION(corrupt_bytes), OPTION(share_device),
-                   OPTION(one_bus),       OPTION(quiet),         OPTION(blocking),
-                   OPTION(corrupt_peers), OPTION(lazy_load),     OPTION(one_queue)};
+    } numbers[] = {OPTION(seed),          OPTION(devices),      OPTION(driver),
+                   OPTION(nccl),          OPTION(compute),      OPTION(slots),
+                   OPTION(protect),       OPTION(pump),         OPTION(foreign),
+                   OPTION(capacity),      OPTION(taken),        OPTION(granularity),
+                   OPTION(patience_ms),   OPTION(alloc_waits),  OPTION(lazy_connect),
+                   OPTION(connect_bytes), OPTION(net),          OPTION(proxy_blocks),
+                   OPTION(abort_ms),      OPTION(queue_depth),  OPTION(peers),
+                   OPTION(corrupt_bytes), OPTION(share_device), OPTION(one_bus),
+                   OPTION(quiet),         OPTION(blocking),     OPTION(corrupt_peers),
+                   OPTION(lazy_load),     OPTION(one_queue)};
 #undef OPTION
     const int64_t value = strtoll(text, NULL, 10); /* its low bytes come first */
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
@@ -309,7 +309,6 @@ void fake_reset(const fake_options *options)
     fk.sticky = 0;
     fk.n_let_go = 0;
     fk.n_connections = 0;
-    fk.n_launch_threads = 0;
     fk.n_ids = 0;
     fk.n_threads = 0;
     fk.generation++;
@@ -343,7 +342,6 @@ __attribute__((constructor)) static void load(void)
                               .slots = 4,
                               .capacity = INT64_C(1) << 32,
                               .patience_ms = 20000,
-                              .polls = 3,
                               .peers = 1,
                               .alloc_waits = 2};
     const char *text = getenv("FAKE_CUDA");

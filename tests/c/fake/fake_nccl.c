@@ -113,8 +113,7 @@ static int await_all(ncclComm_t comm)
     return become_ready(comm);
 }
 
-static int init_rank(ncclComm_t *out, int n_ranks, const ncclUniqueId *id, int rank,
-                     int is_blocking)
+static int init_rank(ncclComm_t *out, int n_ranks, const ncclUniqueId *id, int rank)
 {
     const CUcontext context = fk_current();
     if (out == NULL || n_ranks < 1 || n_ranks > FK_MAX_RANKS || rank < 0 ||
@@ -126,17 +125,13 @@ static int init_rank(ncclComm_t *out, int n_ranks, const ncclUniqueId *id, int r
     comm->rank = rank;
     comm->n_ranks = n_ranks;
     comm->device = context != NULL ? context->device : 0;
-    comm->is_blocking = is_blocking;
-    comm->n_polls = is_blocking ? 0 : (int)fk_below((unsigned)fk.options.polls + 1);
     fk_object_add(&comm->object, FAKE_COMMS);
     int result = fk_join(comm, id);
     if (result == ncclSuccess && group.depth > 0)
         group.inits[group.n_inits++] = comm;
-    else if (result == ncclSuccess && is_blocking)
-        result = await_all(comm);
     else if (result == ncclSuccess)
-        result = ncclInProgress;
-    if (result != ncclSuccess && result != ncclInProgress) {
+        result = await_all(comm);
+    if (result != ncclSuccess) {
         fk_leave_world(comm);
         fk_object_kill(&comm->object);
         return result;
@@ -145,64 +140,10 @@ static int init_rank(ncclComm_t *out, int n_ranks, const ncclUniqueId *id, int r
     return result;
 }
 
-static ncclConfig_t no_config(void)
-{
-    const int undefined = NCCL_CONFIG_UNDEF_INT;
-    return (ncclConfig_t){.blocking = undefined,
-                          .cgaClusterSize = undefined,
-                          .minCTAs = undefined,
-                          .maxCTAs = undefined,
-                          .splitShare = undefined};
-}
-
-/* Reads the fields that the caller's version has. */
-static int read_config(const ncclConfig_t *config, ncclConfig_t *out)
-{
-    const ncclConfig_t none = no_config();
-    if (config == NULL)
-        return ncclSuccess;
-    if (config->magic != NCCL_API_MAGIC || config->size < 24) {
-        fk_error("ncclConfig_t was not initialised");
-        return ncclInvalidArgument;
-    }
-    memcpy(out, config, config->size < sizeof *out ? config->size : sizeof *out);
-    if (out->version < 21700) {
-        out->cgaClusterSize = none.cgaClusterSize;
-        out->minCTAs = none.minCTAs;
-        out->maxCTAs = none.maxCTAs;
-        out->netName = NULL;
-    }
-    if (out->version < 21800)
-        out->splitShare = none.splitShare;
-    if (out->cgaClusterSize != none.cgaClusterSize &&
-        (out->cgaClusterSize < 0 || out->cgaClusterSize > 8))
-        return ncclInvalidArgument;
-    return ncclSuccess;
-}
-
-/* The environment overrules the program. */
-static int blocks(const ncclConfig_t *config)
-{
-    const char *text = getenv("NCCL_COMM_BLOCKING");
-    if (fk.options.nccl >= 21400 && text != NULL &&
-        (strcmp(text, "0") == 0 || strcmp(text, "1") == 0))
-        return text[0] == '1';
-    return config == NULL || config->blocking != 0; /* not given: 1 */
-}
-
 ncclResult_t ncclCommInitRank(ncclComm_t *out, int n_ranks, ncclUniqueId id, int rank)
 {
     FAKE_CALL(ncclCommInitRank);
-    return fk_leave(init_rank(out, n_ranks, &id, rank, blocks(NULL)));
-}
-
-ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int n_ranks, ncclUniqueId id,
-                                    int rank, ncclConfig_t *config)
-{
-    FAKE_CALL(ncclCommInitRankConfig);
-    ncclConfig_t full = no_config();
-    FAKE_TRY(read_config(config, &full));
-    return fk_leave(init_rank(out, n_ranks, &id, rank, blocks(&full)));
+    return fk_leave(init_rank(out, n_ranks, &id, rank));
 }
 
 void fake_let_go(void)
@@ -231,15 +172,6 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out)
     FAKE_CALL(ncclCommGetAsyncError);
     FAKE_TRY(check_comm(comm, "ncclCommGetAsyncError"));
     *out = comm->error;
-    if (comm->error == ncclSuccess && !comm->is_ready) {
-        *out = ncclInProgress;
-        if (fk_all_joined(comm->world) && comm->n_polls-- <= 0)
-            *out = (ncclResult_t)become_ready(comm);
-    } else if (comm->error == ncclSuccess && comm->slow != NULL) {
-        if (comm->n_polls-- <= 0)
-            (void)fk_finish_slow(comm);
-        *out = comm->slow == NULL ? comm->error : ncclInProgress;
-    }
     return fk_leave(ncclSuccess);
 }
 
@@ -276,7 +208,6 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
     FAKE_TRY(check_comm(comm, "ncclCommAbort"));
     comm->is_aborted = 1;
     fk_proxy_drop(comm);
-    (void)fk_finish_slow(comm);
     while (comm->launches.n > 0 && comm->launches.ops[0]->state == FK_RESIDENT)
         (void)fk_launch_poll(comm->launches.ops[0]);
     fk_moved();
@@ -293,7 +224,6 @@ static int finish(ncclComm_t comm, const char *what)
         result = ncclInvalidUsage;
     if (result != ncclSuccess)
         return result;
-    (void)fk_finish_slow(comm);
     if (comm->last != NULL && fk_wait_for(comm->last, what) != CUDA_SUCCESS)
         return ncclUnhandledCudaError;
     wait_for_graphs(comm, what);
@@ -324,7 +254,7 @@ static int add_task(ncclComm_t comm, CUstream handle, const fk_task *task,
     int result = check_comm(comm, what);
     if (result != ncclSuccess)
         return result;
-    if (!comm->is_ready || comm->slow != NULL) {
+    if (!comm->is_ready) {
         fk_error("%s: communicator %d is not ready", what, comm->object.id);
         return ncclInvalidArgument;
     }
@@ -377,8 +307,7 @@ static int connect_group(const char *what)
     for (size_t i = 0; i < group.n_tasks; i++)
         fk_connect_begin(group.tasks[i].comm, &group.tasks[i].task);
     for (size_t i = 0; i < group.n_tasks && result == ncclSuccess; i++)
-        if (group.tasks[i].comm->is_blocking)
-            result = fk_connect_wait(group.tasks[i].comm, &group.tasks[i].task, what);
+        result = fk_connect_wait(group.tasks[i].comm, &group.tasks[i].task, what);
     return result;
 }
 
@@ -389,16 +318,11 @@ static int end_group(const char *what)
         group.n_tasks = 0;
     while (group.n_tasks > 0) {
         const int one = start_first(what);
-        if (one != ncclSuccess && (result == ncclSuccess || result == ncclInProgress))
+        if (result == ncclSuccess)
             result = one;
     }
-    for (int i = 0; i < group.n_inits; i++) {
-        const ncclComm_t comm = group.inits[i];
-        if (!comm->is_blocking && result == ncclSuccess)
-            result = ncclInProgress;
-        else if (comm->is_blocking && result == ncclSuccess)
-            result = await_all(comm);
-    }
+    for (int i = 0; i < group.n_inits && result == ncclSuccess; i++)
+        result = await_all(group.inits[i]);
     group.n_inits = 0;
     return result;
 }

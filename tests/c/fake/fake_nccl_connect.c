@@ -35,7 +35,7 @@ void fk_connect_begin(ncclComm_t comm, const fk_task *task)
     fk_moved();
 }
 
-int fk_connect_is_done(const ncclComm_t comm, const fk_task *task)
+static int is_done(const ncclComm_t comm, const fk_task *task)
 {
     const unsigned bit = bit_of(comm, task);
     if (is_connected(comm, bit))
@@ -46,7 +46,7 @@ int fk_connect_is_done(const ncclComm_t comm, const fk_task *task)
     return 1;
 }
 
-int fk_connect_end(ncclComm_t comm, const fk_task *task)
+static int finish(ncclComm_t comm, const fk_task *task)
 {
     const unsigned bit = bit_of(comm, task);
     struct CUctx_st *context = &fk.contexts[comm->device];
@@ -72,8 +72,7 @@ void fk_disconnect(ncclComm_t comm)
 int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what)
 {
     const int64_t since = fk_now();
-    while (!comm->is_aborted && comm->world != NULL &&
-           !fk_connect_is_done(comm, task)) {
+    while (!comm->is_aborted && comm->world != NULL && !is_done(comm, task)) {
         if (fk_is_alone() || !fk_pause(since)) {
             fk_error("%s: rank %d of %d waits in its first collective of a kind for "
                      "ranks that never come",
@@ -83,5 +82,5 @@ int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what)
     }
     if (comm->is_aborted || comm->world == NULL)
         return ncclInternalError; /* by another thread */
-    return fk_connect_end(comm, task);
+    return finish(comm, task);
 }

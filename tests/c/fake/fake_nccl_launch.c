@@ -252,54 +252,12 @@ void fk_launch_print(const fk_op *op, FILE *to)
 
 FAKE_GETTER(int, fake_connections, (void), fk.n_connections)
 
-FAKE_GETTER(int, fake_launch_threads, (void), fk.n_launch_threads)
-
 /* ---- calls ---------------------------------------------------------------------- */
 
 static int enqueue(CUstream stream, fk_op *op)
 {
     const int result = fk_enqueue(op, stream);
     return result == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-static int is_connected(const ncclComm_t comm, const fk_launch *launch)
-{
-    for (size_t i = 0; i < launch->n_tasks; i++)
-        if (!comm->is_aborted && !fk_connect_is_done(comm, &launch->tasks[i]))
-            return 0;
-    return 1;
-}
-
-static int connect_and_enqueue(ncclComm_t comm, CUstream stream, fk_op *op)
-{
-    int result = ncclSuccess;
-    for (size_t i = 0; i < op->launch->n_tasks && !comm->is_aborted; i++)
-        if (result == ncclSuccess)
-            result = fk_connect_end(comm, &op->launch->tasks[i]);
-    if (result == ncclSuccess)
-        return enqueue(stream, op);
-    fk_op_drop(op);
-    return result;
-}
-
-/* A thread of NCCL makes the launch.  Its capture mode is global, but it relaxes that
- * around all of its calls but one: a query of an event, when it launches uncaptured
- * work while a graph has operations of the communicator. */
-static void launch_in_thread(const ncclComm_t comm, const CUstream stream)
-{
-    fk.n_launch_threads++;
-    if (stream->capture != NULL || comm->n_in_graphs == 0)
-        return;
-    for (fk_object *it = fk.objects; it != NULL; it = it->next) {
-        fk_capture *capture = (fk_capture *)it;
-        if (it->kind != FK_CAPTURE ||
-            capture->status != CU_STREAM_CAPTURE_STATUS_ACTIVE ||
-            capture->mode != CU_STREAM_CAPTURE_MODE_GLOBAL)
-            continue;
-        capture->status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
-        (void)snprintf(capture->reason, sizeof capture->reason,
-                       "cuEventQuery in a thread of NCCL's");
-    }
 }
 
 /* Waits as a device does that accepts no more launches. */
@@ -320,7 +278,6 @@ static int await_room(ncclComm_t comm, const char *what)
     return comm->is_aborted ? ncclInternalError : ncclSuccess;
 }
 
-/* Takes the launch.  A non-blocking communicator may put it off. */
 int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
                     const char *what)
 {
@@ -331,36 +288,5 @@ int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
     }
     fk_op *op = fk_op_new(FK_LAUNCH, comm->device, what);
     op->launch = launch;
-    if (!comm->is_blocking && fk.options.nccl >= 22300)
-        launch_in_thread(comm, stream);
-    if (comm->is_blocking || stream->capture != NULL)
-        return enqueue(stream, op);
-    if (fk_below(3) == 0 && is_connected(comm, launch))
-        return connect_and_enqueue(comm, stream, op);
-    comm->slow = op;
-    comm->slow_stream = stream;
-    comm->n_polls = (int)fk_below((unsigned)fk.options.polls + 1);
-    return fk_below(4) == 0 ? ncclSuccess
-                            : ncclInProgress; /* ncclSuccess may come too early */
-}
-
-int fk_finish_slow(ncclComm_t comm)
-{
-    fk_op *op = comm->slow;
-    if (op == NULL || !is_connected(comm, op->launch))
-        return 0;
-    comm->slow = NULL;
-    const int result = connect_and_enqueue(comm, comm->slow_stream, op);
-    if (result != ncclSuccess)
-        comm->error = (ncclResult_t)result;
-    return 1;
-}
-
-int fk_flush_slow(void)
-{
-    int n = 0;
-    for (fk_object *it = fk.objects; it != NULL; it = it->next)
-        if (it->kind == FAKE_COMMS)
-            n += fk_finish_slow((ncclComm_t)it);
-    return n > 0;
+    return enqueue(stream, op);
 }

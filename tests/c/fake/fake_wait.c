@@ -71,8 +71,7 @@ int fk_wait_for(fk_op *op, const char *who)
         fk_need_residents();
         if (fk_run_one(fk.options.schedule == FAKE_LATE)) {
             it.since = fk_now();
-        } else if (op->state == FK_DONE || fk_flush_slow() ||
-                   fk_proxy_step(op->device)) {
+        } else if (op->state == FK_DONE || fk_proxy_step(op->device)) {
             continue;
         } else if (fk.is_stuck) {
             result = CUDA_ERROR_LAUNCH_TIMEOUT;
@@ -129,8 +128,6 @@ int fk_query(fk_op *op)
         fk_need(op);
         while (op->state != FK_DONE && (fk_run_one(1) || fk_proxy_step(op->device)))
             continue;
-        if (op->state != FK_DONE)
-            (void)fk_flush_slow();
     }
     return op->state == FK_DONE ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }

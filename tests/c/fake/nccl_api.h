@@ -42,31 +42,12 @@ typedef enum ncclDataType {
     ncclBfloat16 = 9,
 } ncclDataType_t;
 
-/* As in 2.18. */
-typedef struct ncclConfig {
-    size_t size;
-    unsigned magic;
-    unsigned version;
-    int blocking;
-    int cgaClusterSize;
-    int minCTAs;
-    int maxCTAs;
-    const char *netName;
-    int splitShare;
-} ncclConfig_t;
-
-#define NCCL_CONFIG_UNDEF_INT INT32_MIN
-#define NCCL_API_MAGIC 0xcafebeefu
-
 /* name, first version, arguments */
 #define FAKE_NCCL_MAP(X)                                                               \
     X(ncclGetVersion, 2304, (int *out))                                                \
     X(ncclGetUniqueId, 2000, (ncclUniqueId * out))                                     \
     X(ncclCommInitRank, 2000,                                                          \
       (ncclComm_t * out, int n_ranks, ncclUniqueId id, int rank))                      \
-    X(ncclCommInitRankConfig, 21400,                                                   \
-      (ncclComm_t * out, int n_ranks, ncclUniqueId id, int rank,                       \
-       ncclConfig_t *config))                                                          \
     X(ncclCommGetAsyncError, 2400, (ncclComm_t comm, ncclResult_t * out))              \
     X(ncclCommAbort, 2400, (ncclComm_t comm))                                          \
     X(ncclCommDestroy, 2000, (ncclComm_t comm))                                        \

@@ -95,13 +95,8 @@ struct ncclComm {
     fk_object object;
     fk_world *world;
     int rank, n_ranks, device;
-    int is_blocking;
     int is_ready;
     int is_aborted;
-    int n_polls; /* answers ncclInProgress still to come */
-    int is_slow; /* there may be `slow`, or a call that returned ncclInProgress */
-    fk_op *slow; /* launches that a non-blocking call has put off */
-    CUstream slow_stream;
     ncclResult_t error;
     int n_in_graphs;         /* launches that graphs hold */
     unsigned connected;      /* as the board's `connecting` */
@@ -138,7 +133,6 @@ int fk_is_registered(ncclComm_t comm, const void *at);
 /* ---- fake_nccl_launch.c --------------------------------------------------------- */
 
 int fk_need_wanted(const ncclComm_t comm); /* by other processes; 0: none wanted */
-int fk_finish_slow(ncclComm_t comm);       /* 0: there was none */
 int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r);
 fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank);
 int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
@@ -152,9 +146,7 @@ void fk_set_last_error(const char *format, ...) __attribute__((format(printf, 1,
 /* With options.lazy_connect: announces that this rank is at its first collectives of
  * their kinds, and waits for all others; for a group of communicators, both at once. */
 void fk_connect_begin(ncclComm_t comm, const fk_task *task);
-int fk_connect_is_done(const ncclComm_t comm, const fk_task *task);
 int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what);
-int fk_connect_end(ncclComm_t comm, const fk_task *task); /* all have come */
 void fk_disconnect(ncclComm_t comm);
 
 /* ---- fake_nccl_proxy.c ---------------------------------------------------------- */

@@ -170,7 +170,6 @@ typedef struct fk_state {
     int sticky;   /* a kernel has failed: the result of all later calls */
     int n_let_go; /* calls of fake_let_go() */
     int n_connections;
-    int n_launch_threads;
     int n_ids;
     struct CUctx_st contexts[FK_MAX_DEVICES];
     fk_object *objects;
@@ -358,7 +357,6 @@ int fk_proxy_step(int waiting_device);
 void fk_proxy_some(void); /* by the schedule */
 fk_launch *fk_launch_clone(const fk_launch *launch);
 void fk_launch_check(const fk_op *op); /* its communicator must still exist */
-int fk_flush_slow(void); /* enqueues launches that non-blocking calls put off */
 void fk_launch_print(const fk_op *op, FILE *to);
 void fk_launch_count_graph(const fk_op *op, int by); /* graphs that hold it */
 void fk_nccl_reset(void);

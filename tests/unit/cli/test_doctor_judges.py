@@ -79,6 +79,7 @@ test_names_that_are_misspelt_and_wrong_values_are_found = judged(
     ({"PYTORCH_CUDA_ALLOC_CONF": "x:y"}, "ok", "PYTORCH_CUDA_ALLOC_CONF=x:y"),
     ({"PACELINE_TIMOUT": "3"}, "warning", "did you mean PACELINE_TIMEOUT?"),
     ({"PACELINE_FAST": "1"}, "warning", "no variable PACELINE_FAST"),
+    ({"PACELINE_NCCL_BLOCKING": "0"}, "warning", "no variable PACELINE_NCCL_BLOCKING."),
     ({"CUDA_LAUNCH_BLOCKING": "1"}, "warning", "slow"),
     ({"CUDA_LAUNCH_BLOCKING": "0"}, "ok"),
     ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "warning", "slow"),

@@ -31,7 +31,6 @@ typedef ncclRedOp_t pli_nccl_reduction;
 typedef ncclComm_t pli_nccl_comm;
 typedef cudaStream_t pli_nccl_stream;
 typedef ncclUniqueId pli_nccl_id;
-typedef ncclConfig_t pli_nccl_config;
 #include "{header}"
 #define OF(name, result, arguments) \\
     SAME(__typeof__(&nccl##name), result(*) arguments);
@@ -52,22 +51,11 @@ PLI_NCCL_DTYPE_MAP(OF)
 PLI_NCCL_REDUCTION_MAP(OF)
 EQUAL(PLI_NCCL_ID_BYTES, sizeof(ncclUniqueId));
 EQUAL(sizeof(pli_nccl_id), sizeof(ncclUniqueId));
-#ifdef NCCL_API_MAGIC /* older ones have it in NCCL_CONFIG_INITIALIZER alone */
-EQUAL((unsigned)PLI_NCCL_MAGIC, NCCL_API_MAGIC);
-#endif
-EQUAL(PLI_NCCL_CONFIG_VERSION, NCCL_VERSION(2, 14, 0));
 EQUAL(PLI_NCCL_OLDEST, NCCL_VERSION(2, 19, 0));
 /* Enumerations are passed as int. */
 EQUAL(sizeof(pli_nccl_result), sizeof(ncclResult_t));
 EQUAL(sizeof(pli_nccl_dtype), sizeof(ncclDataType_t));
 EQUAL(sizeof(pli_nccl_reduction), sizeof(ncclRedOp_t));
-#define FIELD(ours, theirs) \\
-    EQUAL(offsetof(pli_nccl_config, ours), offsetof(ncclConfig_t, theirs)); \\
-    EQUAL(sizeof(((pli_nccl_config *)0)->ours), sizeof(((ncclConfig_t *)0)->theirs))
-FIELD(size, size);
-FIELD(magic, magic);
-FIELD(version, version);
-FIELD(is_blocking, blocking);
 """
 
 

@@ -135,8 +135,7 @@ def _is_seconds(text: str) -> bool:
 # Those that may have any value, and those that are 0 or 1.
 _FREE: tuple[str, ...] = ("PACELINE_CFLAGS", "PACELINE_INSTALL", "PACELINE_RECORDER")
 _FREE += ("PACELINE_LIBCUDA", "PACELINE_LIBNCCL")
-_FLAGS: tuple[str, ...] = ("PACELINE_NCCL_BLOCKING", "PACELINE_NVCC")
-_FLAGS += ("PACELINE_STRICT", "PACELINE_WERROR")
+_FLAGS: tuple[str, ...] = ("PACELINE_NVCC", "PACELINE_STRICT", "PACELINE_WERROR")
 _is_check = re.compile("off|rotate|all").fullmatch
 _is_isa = re.compile("plain|neon|avx2|avx512").fullmatch
 VARIABLES: dict[str, tuple[Callable[[str], object], str]] = {
