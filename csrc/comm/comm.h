@@ -41,11 +41,10 @@ typedef enum pli_query {
     PLI_QUERY_WORLD, /* fails if no step can follow: a rank is gone or timed out */
 } pli_query;
 
-/* Operations of one form, of any size from n_least elements to that of `op`. */
-typedef struct pli_op_range {
-    pl_op op;
-    size_t n_least;
-} pli_op_range;
+/* The memory that steps reduce, from least_bytes to most_bytes at a time. */
+typedef struct pli_reduced_range {
+    size_t offset_bytes, least_bytes, most_bytes;
+} pli_reduced_range;
 
 /* Functions of every kind; none is NULL.  A kind built on another may use its base's
  * functions (pli_base_...). */
@@ -104,10 +103,10 @@ typedef struct pli_device_ops {
      * flight.  Retained memory stays valid.  Neither call is collective. */
     pli_memory_ref *(*retain_memory)(pl_comm *comm);
     pl_status (*renew)(pl_comm *comm);
-    /* Collective, before the first step: runs operations as steps will issue them,
+    /* Collective, before the first step: runs operations as large as those of steps,
      * after `order->ready`, and checks the results.  Steps then neither allocate nor
      * wait on the host.  Overwrites the device's memory, except what is retained. */
-    pl_status (*prepare)(pl_comm *comm, const pli_op_range *ranges, size_t n_ranges,
+    pl_status (*prepare)(pl_comm *comm, const pli_reduced_range *range,
                          const pli_order *order);
 } pli_device_ops;
 

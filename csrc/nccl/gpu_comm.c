@@ -252,7 +252,7 @@ done:
     return st;
 }
 
-static pl_status gpu_prepare(pl_comm *comm, const pli_op_range *ranges, size_t n_ranges,
+static pl_status gpu_prepare(pl_comm *comm, const pli_reduced_range *range,
                              const pli_order *order)
 {
     pl_status st = PL_OK;
@@ -260,9 +260,7 @@ static pl_status gpu_prepare(pl_comm *comm, const pli_op_range *ranges, size_t n
     if (comm->world_size == 1)
         goto done;
     PL_TRY(pli_gpu_comm_check(self));
-    PL_TRY(pli_gpu_comm_check_ranges(ranges, n_ranges)); /* the same on every rank */
-    st = pli_gpu_comm_agree_on(
-        self, pli_gpu_comm_try_ranges(self, ranges, n_ranges, order->ready));
+    st = pli_gpu_comm_agree_on(self, pli_gpu_comm_try_means(self, range, order->ready));
     if (st != PL_OK)
         pli_gpu_comm_fail(self, self->generation, PL_OK);
 done:

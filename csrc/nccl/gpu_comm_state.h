@@ -105,13 +105,9 @@ pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 /* Tries the operations that every world uses, with the new communicator. */
 pl_status pli_gpu_comm_try(pli_gpu_comm *self) PL_MUST_USE;
 
-/* PL_EINVAL if a range cannot be tried. */
-pl_status pli_gpu_comm_check_ranges(const pli_op_range *ranges,
-                                    size_t n_ranges) PL_MUST_USE;
-
-/* Tries the ranges in the world's memory, after the event `ready`. */
-pl_status pli_gpu_comm_try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
-                                  size_t n_ranges, pl_event *ready) PL_MUST_USE;
+/* Tries means in the range, after the event `ready`. */
+pl_status pli_gpu_comm_try_means(pli_gpu_comm *self, const pli_reduced_range *range,
+                                 pl_event *ready) PL_MUST_USE;
 
 /* ---- gpu_comm_fail.c ------------------------------------------------------------ */
 

@@ -161,25 +161,23 @@ void pl_reducer_destroy(pl_reducer *self)
 
 /* ---- before the first step ------------------------------------------------------ */
 
-/* For each dtype, steps issue all-reduces from the size of the largest bucket down to
- * the smallest parameter, because a late parameter is reduced alone. */
-static pli_op_range range_of(const pl_reducer *self, pl_dtype dtype)
+/* Steps reduce sizes from the largest bucket down to the smallest parameter, because a
+ * late parameter is reduced alone. */
+static pli_reduced_range range_of(const pl_reducer *self)
 {
-    pli_op_range range = {.op = {.kind = PL_ALL_REDUCE,
-                                 .reduction = PL_MEAN,
-                                 .dtype = dtype,
-                                 .offset_bytes = self->at.buckets}};
+    pli_reduced_range range = {.offset_bytes = self->at.buckets};
     for (size_t b = 0; b < self->plan->n_buckets; b++) {
         const pl_bucket_plan *bucket = &self->plan->buckets[b];
-        if (bucket->dtype == dtype && bucket->n_elems > range.op.n_elems)
-            range.op.n_elems = bucket->n_elems;
+        const size_t n_bytes = bucket->n_elems * pl_dtype_bytes(bucket->dtype);
+        if (n_bytes > range.most_bytes)
+            range.most_bytes = n_bytes;
     }
-    range.n_least = range.op.n_elems;
+    range.least_bytes = range.most_bytes;
     for (size_t i = 0; i < self->spec.n_params; i++) {
         const pl_param *param = &self->params[i];
-        if (param->dtype == dtype && param->n_elems > 0 &&
-            param->n_elems < range.n_least)
-            range.n_least = param->n_elems;
+        const size_t n_bytes = param->n_elems * pl_dtype_bytes(param->dtype);
+        if (n_bytes > 0 && n_bytes < range.least_bytes)
+            range.least_bytes = n_bytes;
     }
     return range;
 }
@@ -187,18 +185,12 @@ static pli_op_range range_of(const pl_reducer *self, pl_dtype dtype)
 pl_status pl_reducer_prepare(pl_reducer *self)
 {
     pl_status st = PL_OK;
-    pli_op_range ranges[PL_N_DTYPES];
-    size_t n_ranges = 0;
     pli_order order = {.ready = NULL};
     if (self->comm->device == NULL)
         goto done;
-    for (int dtype = 0; dtype < PL_N_DTYPES; dtype++) {
-        const pli_op_range range = range_of(self, (pl_dtype)dtype);
-        if (range.op.n_elems > 0)
-            ranges[n_ranges++] = range;
-    }
+    const pli_reduced_range range = range_of(self);
     PL_TRY(pli_reducer_record_side(self, self->stream, &order.ready));
-    PL_TRY(self->comm->device->prepare(self->comm, ranges, n_ranges, &order));
+    PL_TRY(self->comm->device->prepare(self->comm, &range, &order));
 done:
     return st;
 }

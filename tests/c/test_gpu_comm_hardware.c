@@ -153,22 +153,13 @@ TEST(a_thread_that_is_left_behind_takes_nothing_of_its_maker)
 
 static pl_status prepare(gpu_rank *self)
 {
-    const pli_op_range ranges[] = {{.op = {.kind = PL_ALL_REDUCE,
-                                           .reduction = PL_MEAN,
-                                           .dtype = PL_F32,
-                                           .offset_bytes = GPUS_HOST_BYTES,
-                                           .n_elems = self->all->device_bytes / 4},
-                                    .n_least = 10},
-                                   {.op = {.kind = PL_ALL_REDUCE,
-                                           .reduction = PL_MEAN,
-                                           .dtype = PL_BF16,
-                                           .offset_bytes = GPUS_HOST_BYTES + 64,
-                                           .n_elems = 3000},
-                                    .n_least = 3000}};
+    const pli_reduced_range range = {.offset_bytes = GPUS_HOST_BYTES,
+                                     .least_bytes = 38, /* of bfloat16 */
+                                     .most_bytes = self->all->device_bytes};
     const pli_order order = {.ready = self->ready};
     pl_status st = PL_OK;
     PL_TRY(self->backend->ops->event_record(self->backend, self->ready, self->stream));
-    PL_TRY(self->comm->device->prepare(self->comm, ranges, 2, &order));
+    PL_TRY(self->comm->device->prepare(self->comm, &range, &order));
 done:
     return st;
 }

@@ -11,8 +11,8 @@ same stream, and the host waits for those
 
 other stream: the host waits for each copy, and for the operation between them, and
 nothing else touches the memory that is tried
-    csrc/nccl/gpu_comm_trial.c fill_piece pli_cuda_write(
-    csrc/nccl/gpu_comm_trial.c check_piece pli_cuda_read(
+    csrc/nccl/gpu_comm_trial.c fill pli_cuda_write(
+    csrc/nccl/gpu_comm_trial.c check pli_cuda_read(
 
 other stream, side stream: moves at once are of the CPU, which has no streams
     csrc/reducer/reducer_deliver.c move_in ops->copy(
