@@ -260,8 +260,8 @@ static int add_task(ncclComm_t comm, CUstream handle, const fk_task *task,
     }
     if (fk_dtype_bytes(task->dtype) == 0 ||
         (task->op != ncclSum && task->op != ncclAvg) ||
-        (task->op == ncclAvg && task->dtype < ncclFloat16) || task->peer < 0 ||
-        task->peer >= comm->n_ranks)
+        (task->op == ncclAvg && task->dtype < ncclFloat16) || task->root < 0 ||
+        task->root >= comm->n_ranks)
         return ncclInvalidArgument;
     if (handle == NULL || handle == CU_STREAM_LEGACY)
         stream = &fk.contexts[comm->device].legacy;
@@ -396,20 +396,4 @@ ncclResult_t ncclBroadcast(const void *from, void *to, size_t count,
     FAKE_CALL(ncclBroadcast);
     const fk_task task = {FK_BROADCAST, from, to, count, dtype, 0, root, 0, 0};
     return fk_leave(issue(comm, stream, &task, "ncclBroadcast"));
-}
-
-ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t dtype, int peer,
-                      ncclComm_t comm, CUstream stream)
-{
-    FAKE_CALL(ncclSend);
-    const fk_task task = {FK_SEND, from, NULL, count, dtype, 0, peer, 0, 0};
-    return fk_leave(issue(comm, stream, &task, "ncclSend"));
-}
-
-ncclResult_t ncclRecv(void *to, size_t count, ncclDataType_t dtype, int peer,
-                      ncclComm_t comm, CUstream stream)
-{
-    FAKE_CALL(ncclRecv);
-    const fk_task task = {FK_RECV, NULL, to, count, dtype, 0, peer, 0, 0};
-    return fk_leave(issue(comm, stream, &task, "ncclRecv"));
 }

@@ -12,8 +12,7 @@ enum { N_SIZES = 3, SMALL_BYTES = 256 << 10, MEDIUM_BYTES = 4 << 20 };
 
 static unsigned bit_of(const ncclComm_t comm, const fk_task *task)
 {
-    const int is_pair = task->kind == FK_SEND || task->kind == FK_RECV;
-    if (is_pair || !fk.options.lazy_connect)
+    if (!fk.options.lazy_connect)
         return 0;
     const size_t n_bytes = task->count * fk_dtype_bytes(task->dtype);
     const unsigned size = n_bytes < SMALL_BYTES ? 0 : n_bytes < MEDIUM_BYTES ? 1 : 2;

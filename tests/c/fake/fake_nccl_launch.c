@@ -49,24 +49,12 @@ int fk_launch_touches(const fk_op *op, const char *low, const char *high)
     return 0;
 }
 
-static int is_collective(const fk_task *task)
-{
-    return task->kind != FK_SEND && task->kind != FK_RECV;
-}
-
 /* All ranks must issue operations in the same order. */
 void fk_launch_number(fk_op *op)
 {
     ncclComm_t comm = op->launch->comm;
-    for (size_t i = 0; i < op->launch->n_tasks; i++) {
-        fk_task *task = &op->launch->tasks[i];
-        if (task->kind == FK_SEND)
-            task->number = comm->n_sent[task->peer]++;
-        else if (task->kind == FK_RECV)
-            task->number = comm->n_received[task->peer]++;
-        else
-            task->number = comm->n_colls++;
-    }
+    for (size_t i = 0; i < op->launch->n_tasks; i++)
+        op->launch->tasks[i].number = comm->n_colls++;
     fk_op_depend(op, comm->last);
     fk_op_drop(comm->last);
     comm->last = fk_op_hold(op);
@@ -116,17 +104,7 @@ int fk_launch_poll(fk_op *op)
 static int has_coll(const fk_launch *launch, uint64_t number)
 {
     for (size_t i = 0; i < launch->n_tasks; i++)
-        if (is_collective(&launch->tasks[i]) && launch->tasks[i].number == number)
-            return 1;
-    return 0;
-}
-
-static int has_pair(const fk_launch *launch, fk_task_kind kind, int peer,
-                    uint64_t number)
-{
-    for (size_t i = 0; i < launch->n_tasks; i++)
-        if (launch->tasks[i].kind == kind && launch->tasks[i].peer == peer &&
-            launch->tasks[i].number == number)
+        if (launch->tasks[i].number == number)
             return 1;
     return 0;
 }
@@ -136,10 +114,7 @@ fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank)
     const ncclComm_t peer = comm->world->comms[rank];
     for (size_t i = 0; peer != NULL && i < peer->launches.n; i++) {
         fk_op *op = peer->launches.ops[i];
-        if (is_collective(task)
-                ? has_coll(op->launch, task->number)
-                : has_pair(op->launch, task->kind == FK_SEND ? FK_RECV : FK_SEND,
-                           comm->rank, task->number))
+        if (has_coll(op->launch, task->number))
             return op;
     }
     return NULL;
@@ -149,8 +124,6 @@ fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank)
 int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r)
 {
     if (comm->is_aborted || comm->world == NULL)
-        return 1;
-    if (!is_collective(task) && r != task->peer)
         return 1;
     if (fk_has_posted(comm, task, r))
         return 1;
@@ -164,23 +137,14 @@ int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r)
     return !has_left;
 }
 
-static void raise_to(_Atomic uint64_t *at, uint64_t value)
-{
-    uint64_t old = atomic_load(at);
-    while (old < value && !atomic_compare_exchange_weak(at, &old, value))
-        continue;
-}
-
 /* Tells other processes, whose pump looks for wanted operations. */
 static void want(const ncclComm_t comm, const fk_task *task)
 {
-    fk_board *board = comm->world->board;
-    if (is_collective(task))
-        raise_to(&board->wanted_colls, task->number + 1);
-    else if (task->kind == FK_SEND)
-        raise_to(&board->wanted_pairs[comm->rank][task->peer], task->number + 1);
-    else
-        raise_to(&board->wanted_pairs[task->peer][comm->rank], task->number + 1);
+    _Atomic uint64_t *wanted = &comm->world->board->wanted_colls;
+    uint64_t old = atomic_load(wanted);
+    while (old <= task->number &&
+           !atomic_compare_exchange_weak(wanted, &old, task->number + 1))
+        continue;
 }
 
 int fk_launch_is_wanted(const fk_op *op)
@@ -189,16 +153,10 @@ int fk_launch_is_wanted(const fk_op *op)
     const ncclComm_t comm = launch->comm;
     if (comm->is_aborted || comm->world == NULL)
         return 0;
-    fk_board *board = comm->world->board;
-    for (size_t i = 0; i < launch->n_tasks; i++) {
-        const fk_task *task = &launch->tasks[i];
-        const _Atomic uint64_t *wanted =
-            task->kind == FK_SEND   ? &board->wanted_pairs[comm->rank][task->peer]
-            : task->kind == FK_RECV ? &board->wanted_pairs[task->peer][comm->rank]
-                                    : &board->wanted_colls;
-        if (!task->is_done && atomic_load(wanted) > task->number)
+    const uint64_t wanted = atomic_load(&comm->world->board->wanted_colls);
+    for (size_t i = 0; i < launch->n_tasks; i++)
+        if (!launch->tasks[i].is_done && wanted > launch->tasks[i].number)
             return 1;
-    }
     return 0;
 }
 
@@ -227,8 +185,6 @@ void fk_launch_need(const fk_op *op, fk_list *list)
             continue;
         want(comm, task);
         for (int r = 0; r < comm->n_ranks; r++) {
-            if (!is_collective(task) && r != task->peer)
-                continue;
             fk_op *peer = fk_find_peer(comm, task, r);
             if (peer != NULL && !peer->is_needed) {
                 peer->is_needed = 1;
@@ -241,7 +197,7 @@ void fk_launch_need(const fk_op *op, fk_list *list)
 void fk_launch_print(const fk_op *op, FILE *to)
 {
     static const char *const kinds[] = {"all-reduce", "reduce", "all-gather",
-                                        "broadcast",  "send",   "receive"};
+                                        "broadcast"};
     const fk_launch *launch = op->launch;
     (void)fprintf(to, "; communicator %d, rank %d of %d:", launch->comm->object.id,
                   launch->comm->rank, launch->comm->n_ranks);

@@ -1,4 +1,4 @@
-/* fake_nccl_task.c - one collective, or half of a pair: post, take, reduce. */
+/* fake_nccl_task.c - one collective: post, take, reduce. */
 #include "nccl_state.h"
 
 size_t fk_dtype_bytes(ncclDataType_t dtype)
@@ -7,22 +7,10 @@ size_t fk_dtype_bytes(ncclDataType_t dtype)
     return (unsigned)dtype < sizeof bytes / sizeof bytes[0] ? bytes[dtype] : 0;
 }
 
-static int is_pair(const fk_task *task)
-{
-    return task->kind == FK_SEND || task->kind == FK_RECV;
-}
-
 /* Number of elements that this rank reads, and writes. */
 static size_t n_read(const ncclComm_t comm, const fk_task *task)
 {
-    switch (task->kind) {
-    case FK_BROADCAST:
-        return comm->rank == task->peer ? task->count : 0;
-    case FK_RECV:
-        return 0;
-    default:
-        return task->count;
-    }
+    return task->kind == FK_BROADCAST && comm->rank != task->root ? 0 : task->count;
 }
 
 static size_t n_written(const ncclComm_t comm, const fk_task *task)
@@ -31,9 +19,7 @@ static size_t n_written(const ncclComm_t comm, const fk_task *task)
     case FK_ALL_GATHER:
         return task->count * (size_t)comm->n_ranks;
     case FK_REDUCE:
-        return comm->rank == task->peer ? task->count : 0;
-    case FK_SEND:
-        return 0;
+        return comm->rank == task->root ? task->count : 0;
     default:
         return task->count;
     }
@@ -46,15 +32,14 @@ static void drop_taken(ncclComm_t comm)
     size_t n = 0;
     for (size_t i = 0; i < comm->n_chunks; i++) {
         const fk_chunk *it = &comm->chunks[i];
-        const int n_takers = it->n_takers;
-        if (atomic_load(&it->post->n_taken) < n_takers)
+        if (atomic_load(&it->post->n_taken) < comm->n_ranks)
             comm->chunks[n++] = *it;
     }
     comm->n_chunks = n;
 }
 
 /* The chunks lie in the order of their addresses. */
-static char *make_chunk(ncclComm_t comm, fk_post *post, int n_takers)
+static char *make_chunk(ncclComm_t comm, fk_post *post)
 {
     uint64_t offset = 0;
     size_t at = 0;
@@ -73,8 +58,7 @@ static char *make_chunk(ncclComm_t comm, fk_post *post, int n_takers)
         abort();
     memmove(&comm->chunks[at + 1], &comm->chunks[at],
             (comm->n_chunks - at) * sizeof *comm->chunks);
-    comm->chunks[at] =
-        (fk_chunk){offset, (post->n_bytes + 63) / 64 * 64, n_takers, post};
+    comm->chunks[at] = (fk_chunk){offset, (post->n_bytes + 63) / 64 * 64, post};
     comm->n_chunks++;
     post->offset = offset;
     return comm->world->data + (size_t)comm->rank * FK_DATA_BYTES + offset;
@@ -83,11 +67,6 @@ static char *make_chunk(ncclComm_t comm, fk_post *post, int n_takers)
 static fk_post *coll_post(const ncclComm_t comm, int rank, uint64_t number)
 {
     return &comm->world->board->colls[rank][number % FK_RING_COLLS];
-}
-
-static fk_post *pair_post(const ncclComm_t comm, int from, int to, uint64_t number)
-{
-    return &comm->world->board->pairs[from][to][number % FK_RING_PAIRS];
 }
 
 static const char *post_data(const ncclComm_t comm, int rank, const fk_post *post)
@@ -105,39 +84,29 @@ static double scale_of(const ncclComm_t comm, const fk_task *task)
 
 void fk_task_post(ncclComm_t comm, fk_task *task, const char *what)
 {
-    if (task->kind == FK_RECV)
-        return;
     const size_t n = n_read(comm, task);
-    fk_post *post = is_pair(task)
-                        ? pair_post(comm, comm->rank, task->peer, task->number)
-                        : coll_post(comm, comm->rank, task->number);
+    fk_post *post = coll_post(comm, comm->rank, task->number);
     post->n_bytes = n * fk_dtype_bytes(task->dtype);
     post->kind = (int)task->kind;
     post->dtype = (int)task->dtype;
     post->op = task->op;
-    post->peer = task->peer;
+    post->root = task->root;
     post->count = task->count;
     post->is_registered = fk_is_registered(comm, task->from);
     atomic_store(&post->n_taken, 0);
-    char *data = make_chunk(comm, post, is_pair(task) ? 1 : comm->n_ranks);
+    char *data = make_chunk(comm, post);
     if (fk_check_range(task->from, post->n_bytes, what)) {
         memcpy(data, task->from, post->n_bytes);
         const double scale = scale_of(comm, task);
-        if (scale != 1.0 && !is_pair(task))
+        if (scale != 1.0)
             fk_scale(data, n, task->dtype, scale);
     }
     fk_proxy_send(comm, post, task->number + 1);
 }
 
-/* A send has its answer once it is taken. */
 int fk_has_posted(const ncclComm_t comm, const fk_task *task, int r)
 {
-    if (task->kind == FK_SEND) /* a proxy has taken it at once */
-        return fk.options.net ||
-               atomic_load(&pair_post(comm, comm->rank, r, task->number)->n_taken) > 0;
-    const fk_post *post = task->kind == FK_RECV
-                              ? pair_post(comm, r, comm->rank, task->number)
-                              : coll_post(comm, r, task->number);
+    const fk_post *post = coll_post(comm, r, task->number);
     if (r == comm->rank && fk_proxy_has(comm, post, task->number + 1))
         return 1;
     return atomic_load(&post->number) == task->number + 1;
@@ -166,7 +135,7 @@ static int fits(const fk_task *task, const fk_post *post)
     const int has_root = task->kind == FK_REDUCE || task->kind == FK_BROADCAST;
     return post->kind == (int)task->kind && post->count == task->count &&
            post->dtype == (int)task->dtype && (!has_op || post->op == task->op) &&
-           (!has_root || post->peer == task->peer);
+           (!has_root || post->root == task->root);
 }
 
 static int all_fit(const ncclComm_t comm, const fk_task *task)
@@ -178,8 +147,8 @@ static int all_fit(const ncclComm_t comm, const fk_task *task)
                 "collective %d differs: rank %d has kind %d of %zu of type %d, "
                 "op %d, root %d; rank %d kind %d of %zu of type %d, op %d, root %d",
                 (int)task->number, comm->rank, (int)task->kind, task->count,
-                (int)task->dtype, task->op, task->peer, r, post->kind,
-                (size_t)post->count, post->dtype, post->op, post->peer);
+                (int)task->dtype, task->op, task->root, r, post->kind,
+                (size_t)post->count, post->dtype, post->op, post->root);
             return 0;
         }
         if (post->is_registered != coll_post(comm, 0, task->number)->is_registered) {
@@ -214,11 +183,11 @@ static void take(const ncclComm_t comm, const fk_task *task)
         break;
     case FK_BROADCAST:
         memcpy(task->to,
-               post_data(comm, task->peer, coll_post(comm, task->peer, task->number)),
+               post_data(comm, task->root, coll_post(comm, task->root, task->number)),
                n_bytes);
         break;
     case FK_REDUCE:
-        if (comm->rank == task->peer)
+        if (comm->rank == task->root)
             reduce(comm, task);
         break;
     default:
@@ -229,30 +198,9 @@ static void take(const ncclComm_t comm, const fk_task *task)
     }
 }
 
-static int poll_pair(ncclComm_t comm, fk_task *task, const char *what)
-{
-    const size_t n_bytes = task->count * fk_dtype_bytes(task->dtype);
-    if (task->kind == FK_SEND)
-        return fk_has_posted(comm, task, task->peer);
-    fk_post *post = pair_post(comm, task->peer, comm->rank, task->number);
-    if (atomic_load(&post->number) != task->number + 1)
-        return 0;
-    if (post->n_bytes != n_bytes) {
-        fk_error("%s: rank %d receives %zu bytes of the %zu that rank %d sends", what,
-                 comm->rank, n_bytes, (size_t)post->n_bytes, task->peer);
-        fk_task_garbage(comm, task);
-    } else if (fk_check_range(task->to, n_bytes, what)) {
-        memcpy(task->to, post_data(comm, task->peer, post), n_bytes);
-    }
-    atomic_store(&post->n_taken, 1);
-    return 1;
-}
-
 int fk_task_poll(ncclComm_t comm, fk_task *task, const char *what)
 {
     const size_t n_bytes = n_written(comm, task) * fk_dtype_bytes(task->dtype);
-    if (is_pair(task))
-        return poll_pair(comm, task, what);
     if (!has_come(comm, task))
         return 0;
     if (!all_fit(comm, task))

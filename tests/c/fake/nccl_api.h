@@ -64,12 +64,6 @@ typedef enum ncclDataType {
     X(ncclBroadcast, 2200,                                                             \
       (const void *from, void *to, size_t count, ncclDataType_t dtype, int root,       \
        ncclComm_t comm, CUstream stream))                                              \
-    X(ncclSend, 2700,                                                                  \
-      (const void *from, size_t count, ncclDataType_t dtype, int peer,                 \
-       ncclComm_t comm, CUstream stream))                                              \
-    X(ncclRecv, 2700,                                                                  \
-      (void *to, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,        \
-       CUstream stream))                                                               \
     X(ncclGroupStart, 2000, (void))                                                    \
     X(ncclGroupEnd, 2000, (void))                                                      \
     X(ncclMemAlloc, 21900, (void **out, size_t n_bytes))                               \

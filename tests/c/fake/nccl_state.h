@@ -13,7 +13,6 @@
 
 enum {
     FK_RING_COLLS = 1024, /* posts of one rank at the same time, at the most */
-    FK_RING_PAIRS = 64,
 };
 #define FK_DATA_BYTES ((size_t)1 << 30) /* per rank */
 
@@ -22,8 +21,6 @@ typedef enum fk_task_kind {
     FK_REDUCE,
     FK_ALL_GATHER,
     FK_BROADCAST,
-    FK_SEND,
-    FK_RECV,
 } fk_task_kind;
 
 typedef struct fk_task {
@@ -32,9 +29,9 @@ typedef struct fk_task {
     void *to;
     size_t count; /* as in the call */
     ncclDataType_t dtype;
-    int op;          /* ncclRedOp_t */
-    int peer;        /* or the root */
-    uint64_t number; /* among its rank's collectives, or those of the pair */
+    int op; /* ncclRedOp_t */
+    int root;
+    uint64_t number; /* among its rank's collectives */
     int is_done;
 } fk_task;
 
@@ -50,7 +47,7 @@ typedef struct fk_post {
     _Atomic uint64_t number;
     uint64_t number_to_be; /* while the proxy has it */
     _Atomic int n_taken;
-    int kind, dtype, op, peer;
+    int kind, dtype, op, root;
     int is_registered;
     uint64_t count;
     uint64_t offset;
@@ -67,9 +64,7 @@ typedef struct fk_board {
     _Atomic uint64_t hosts[FK_MAX_RANKS];      /* NCCL_HOSTID */
     _Atomic unsigned connecting[FK_MAX_RANKS]; /* as bits, see fake_nccl_connect.c */
     _Atomic uint64_t wanted_colls;             /* a rank waits for those below */
-    _Atomic uint64_t wanted_pairs[FK_MAX_RANKS][FK_MAX_RANKS];
     fk_post colls[FK_MAX_RANKS][FK_RING_COLLS];
-    fk_post pairs[FK_MAX_RANKS][FK_MAX_RANKS][FK_RING_PAIRS];
 } fk_board;
 
 /* This process's part of a world. */
@@ -87,7 +82,6 @@ struct fk_world {
 
 typedef struct fk_chunk {
     uint64_t offset, n_bytes;
-    int n_takers;
     fk_post *post;
 } fk_chunk;
 
@@ -104,8 +98,6 @@ struct ncclComm {
     fk_post **unsent;        /* posts that the proxy has, the oldest first */
     size_t n_unsent;
     uint64_t n_colls;
-    uint64_t n_sent[FK_MAX_RANKS];
-    uint64_t n_received[FK_MAX_RANKS];
     fk_list launches; /* not done, in order */
     fk_op *last;      /* its launches are executed in order; counted */
     fk_chunk *chunks;
