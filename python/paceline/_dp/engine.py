@@ -241,7 +241,8 @@ class Engine:
 
         try:
             self._running.add(this)
-            began_alone, self._last_begun = len(self._running) == 1, this
+            self._last_begun = this  # before the next line: threads may switch
+            began_alone = len(self._running) == 1
             outputs, draw = self._call_all(
                 [partial(call, k) for k in range(len(tasks))]
             )
