@@ -84,8 +84,8 @@ class Engine:
         # On the CPU a forward may wait for another thread's: each thread has its own.
         self._kept: Any = threading.local() if is_cpu else SimpleNamespace()
         self._threads = ThreadPool()
-        self._ordered_module: Module | None = None
-        self._must_order: dict[bytes, bool | None] = {}  # None: find out
+        self._draws: dict[bytes, bool | None] = {}  # None: find out
+        self._drawn_module: Module | None = None
         self._has_warned = False
         self._running: set[object] = set()
         self._last_begun: object = None
@@ -192,21 +192,21 @@ class Engine:
             return self._run_in_order(parts, replicas, tasks)[0]
         indices = dict.fromkeys(self.indices[: len(tasks)])
         rng.seed_apart(map(self._machine.generator, indices))
-        if self._ordered_module is not parts[0]:
-            self._ordered_module, self._must_order = parts[0], {}
+        if self._drawn_module is not parts[0]:
+            self._drawn_module, self._draws = parts[0], {}
         flags = bytes(bool(part.training) for part in parts)
         key = flags + bytes((torch.is_grad_enabled(),))
-        must_order = self._must_order.get(key)
-        if sees_operations() or (not must_order and has_generator(*arguments)):
+        draws = self._draws.get(key)
+        if sees_operations() or (not draws and has_generator(*arguments)):
             return self._run_in_order(parts, replicas, tasks)[0]
-        if must_order is False:
-            outputs, draw = self._run_side_by_side(tasks)
+        if draws is False:
+            outputs, draws = self._run_side_by_side(tasks)
         else:
-            outputs, draw, found = self._run_in_order(parts, replicas, tasks)
-            must_order = must_order or found or (not draw and have_generator(parts))
-        # Another thread may have drawn the numbers: the next call finds out.
-        self._must_order[key] = must_order or (None if draw else False)
-        if draw and not must_order and not self._has_warned:
+            outputs, found = self._run_in_order(parts, replicas, tasks)
+            if draws is None:
+                draws = have_generator(parts) if found is False else found
+        self._draws[key] = draws
+        if draws is None and not self._has_warned:
             self._has_warned = True
             _log.warning(_DRAWN)
         return outputs
@@ -215,8 +215,11 @@ class Engine:
 
     def _run_in_order(
         self, parts: list[Module], replicas: Sequence[Module], tasks: list[Task]
-    ) -> tuple[list[Any], bool, bool]:
-        """Return the outputs, whether several drew, and whether all calls need this."""
+    ) -> tuple[list[Any], bool | None]:
+        """Return the outputs, and whether replicas must not run side by side.
+
+        None if the next call must find out, because several may have drawn.
+        """
         lists = originals.lists_of_classes(parts)
         inner = self._replicated.inner_backwards if self._replicated else None
         watched, this = originals.Originals(parts), object()
@@ -249,10 +252,12 @@ class Engine:
         finally:
             self._running.discard(this)
         has_run_backward = inner is not None and inner.were_seen
-        return outputs, draw, bool(lists) or has_run_backward
+        return outputs, True if lists or has_run_backward else draw
 
-    def _call_all(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], bool]:
-        """Return the outputs, and whether several calls used a shared generator."""
+    def _call_all(
+        self, calls: list[Callable[[], Any]]
+    ) -> tuple[list[Any], bool | None]:
+        """Return the outputs; None if a shared generator moved in several, or False."""
         if self.is_cpu:
             return [call() for call in calls], False
         outputs, n_drew, before = [], 0, self._marks()
@@ -260,7 +265,7 @@ class Engine:
             outputs.append(call())
             now = self._marks()
             n_drew, before = n_drew + (now != before), now
-        return outputs, n_drew > 1
+        return outputs, None if n_drew > 1 else False
 
     def _marks(self) -> list[Any]:
         """Return values that change if a generator that replicas share is used."""
@@ -269,15 +274,18 @@ class Engine:
 
     # ---- in parallel ----------------------------------------------------------------
 
-    def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
-        """Return outputs of replicas on threads, and whether numbers were drawn."""
+    def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool | None]:
+        """Return outputs of replicas on threads; None if numbers were drawn, or False.
+
+        Another thread may have drawn them: the next call finds out.
+        """
         before = self._marks()
         state, n_cores = State(), torch.get_num_threads()
         for task in tasks[1:]:
             task.enter(state, contextvars.copy_context(), n_cores)
         self._threads.run(tasks)
-        draw = self._marks() != before
-        return [task.take() for task in tasks], draw
+        draws = None if self._marks() != before else False
+        return [task.take() for task in tasks], draws
 
     # ---- before and after -----------------------------------------------------------
 
