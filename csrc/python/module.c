@@ -138,6 +138,48 @@ static PyObject *die_with(PyObject *module, PyObject *args)
         pli_check(state_of_module(module), pli_parent_watch_start(pidfd, pipe_fd)));
 }
 
+/* Returns 1 if object.name is no longer `was`, 0, or -1. */
+static int has_changed(PyObject *object, PyObject *name, PyObject *was)
+{
+    PyObject *now = PyObject_GetAttr(object, name);
+    Py_XDECREF(now); /* dtypes and booleans stay alive */
+    return now == NULL ? -1 : now != was;
+}
+
+/* Has a parameter another dtype or __dict__ than noted, or does a frozen one require a
+ * gradient?  torch moves a __dict__ and hooks when it swaps two tensors' contents. */
+static int is_converted(const module_state *state, PyObject *noted)
+{
+    if (!PyTuple_Check(noted) || PyTuple_GET_SIZE(noted) != 4)
+        return pli_error(PyExc_TypeError,
+                         "%R: give (parameter, dtype, __dict__, trains)", noted);
+    PyObject *const parameter = PyTuple_GET_ITEM(noted, 0);
+    PyObject *const trains = PyTuple_GET_ITEM(noted, 3);
+    PyObject *attributes = PyObject_GenericGetDict(parameter, NULL);
+    Py_XDECREF(attributes); /* compared, never read */
+    if (attributes != PyTuple_GET_ITEM(noted, 2))
+        return attributes == NULL ? -1 : 1;
+    const int dtype =
+        has_changed(parameter, state->name_dtype, PyTuple_GET_ITEM(noted, 1));
+    /* A trained parameter that was frozen gets no gradients: it needs no new wrapping,
+     * and is often unfrozen soon (adversarial training). */
+    if (dtype != 0 || trains == Py_True)
+        return dtype;
+    return has_changed(parameter, state->name_requires_grad, trains);
+}
+
+static PyObject *converted(PyObject *module, PyObject *noted)
+{
+    PLI_ENTER(module);
+    const module_state *state = state_of_module(module);
+    int found = 0;
+    if (!PyList_Check(noted))
+        return PyErr_Format(PyExc_TypeError, "noted is %R: give a list", noted);
+    for (Py_ssize_t i = 0; found == 0 && i < PyList_GET_SIZE(noted); i++)
+        found = is_converted(state, PyList_GET_ITEM(noted, i));
+    return found >= 0 ? PyBool_FromLong(found) : NULL;
+}
+
 static PyMethodDef module_methods[] = {
     {"attach_torch", (PyCFunction)(void (*)(void))attach_torch,
      METH_VARARGS | METH_KEYWORDS,
@@ -183,6 +225,9 @@ static PyMethodDef module_methods[] = {
      "every object."},
     {"restore", pli_restore, METH_VARARGS,
      "restore(dicts, expected, /)\n--\n\nGive dicts exactly the expected items."},
+    {"converted", converted, METH_O,
+     "converted(noted, /)\n--\n\nTell whether any (parameter, dtype, __dict__, "
+     "requires_grad) has changed; freezing does not count."},
     {"reference_counts", pli_reference_counts, METH_O,
      "reference_counts(objects, /)\n--\n\nReturn the reference count of each object of "
      "a list."},

@@ -87,7 +87,6 @@
     X(reducer)                                                                         \
     X(hook)                                                                            \
     X(backward_end)                                                                    \
-    X(watch)                                                                           \
     X(tree)                                                                            \
     X(scattered)                                                                       \
     X(device_group)                                                                    \

@@ -61,9 +61,9 @@ class Machine:
         """Tell whether the current stream is capturing a CUDA graph."""
         return torch_cuda.is_capturing()
 
-    def generator_state(self, index: int) -> Any:
-        """Return a value that changes whenever random numbers are drawn on a GPU."""
-        return torch_cuda.generator_state(index)
+    def generator(self, index: int) -> torch.Generator:
+        """Return the generator of random numbers of a GPU."""
+        return torch_cuda.generator(index)
 
     def size(self, index: int) -> tuple[int, int]:
         """Return a GPU's memory in bytes and its number of multiprocessors."""

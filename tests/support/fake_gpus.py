@@ -188,8 +188,8 @@ class SeveralGpus(_gpu.Machine):
     def synchronize(self) -> None:
         ctypes.CDLL(library()).fake_synchronize_all()
 
-    def generator_state(self, index: int) -> Any:
-        return devices.native.generators[index].get_state().tolist()
+    def generator(self, index: int) -> torch.Generator:
+        return devices.native.generators[index]
 
     def size(self, index: int) -> tuple[int, int]:
         return 1 << 30, 1

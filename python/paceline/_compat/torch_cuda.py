@@ -23,13 +23,9 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def generator_state(index: int) -> Any:
-    """Return a value that changes when random numbers are drawn on a GPU."""
-    generator = torch.cuda.default_generators[index]
-    offset = getattr(generator, "get_offset", None)
-    if offset is None:
-        return generator.get_state().tolist()
-    return generator.initial_seed(), offset()
+def generator(index: int) -> torch.Generator:
+    """Return the generator of random numbers of a GPU."""
+    return torch.cuda.default_generators[index]
 
 
 def size(index: int) -> tuple[int, int]:

@@ -6,13 +6,13 @@ import weakref
 from typing import Any
 
 from paceline import _native
-from paceline._ddp.model_spec import Model, watch
+from paceline._ddp.model_spec import Model, Watch
 
 
 class Changes:
     """Notices changes of the parameters and buffers that travel.
 
-    At each forward a native watch tells cheaply if nothing has changed at all.  If
+    At each forward a watch tells cheaply if nothing has changed at all.  If
     something has, this compares what travels with what was wrapped: a module without
     parameters, for example, concerns its own rank only.  `buffers` are those that
     travel; the reducer reads them in each step.
@@ -33,17 +33,17 @@ class Changes:
         self._was = self._travelling(model)
         # Keep alive objects that are compared by id, so that no other gets the id.
         self._kept = buffers, [p.__dict__ for p in model.trainable]
-        self._native = watch(wrapper)
+        self._watch = Watch(wrapper)
 
     def changed(self) -> bool:
         """Tell whether the model must be wrapped anew."""
         if self._reducer.has_other_buffers:
             return True
-        if not self._native.changed():
+        if not self._watch.changed():
             return False
         if self._travelling(Model.of(self._wrapper.module)) != self._was:
             return True
-        self._native = watch(self._wrapper)
+        self._watch = Watch(self._wrapper)
         return False
 
     def parameters_changed(self) -> bool:

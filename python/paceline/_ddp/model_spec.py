@@ -34,6 +34,8 @@ WRAP_ONCE = (
 )
 
 
+_ANY = object()  # stands for any buffer
+
 Description = list[tuple[str, str, str]]
 """The kind, name and text of each tensor."""
 
@@ -264,31 +266,40 @@ def _declared_sparse(module: torch.nn.Module) -> frozenset[int]:
     return frozenset(sparse - dense)
 
 
-def watch(module: torch.nn.Module) -> _native.Watch:
-    """Return a watch for parts that ``module`` gains, loses, swaps or converts.
+class Watch:
+    """Notices when a module gains, loses, swaps or converts parts.
 
-    Modules replace buffers as they run.  So for buffers it watches only their number in
-    each module, and those that are None or have several names.
+    Each forward asks it, so it is cheap.  Modules replace buffers as they run: of
+    buffers it watches only the names, and those that are None or have several names.
     """
-    n_names = collections.Counter(
-        id(buffer) for part in module.modules() for buffer in part._buffers.values()
-    )
-    dicts: list[dict[str, Any]] = []
-    items: list[tuple[dict[str, Any], str]] = []
-    parameters: list[tuple[dict[str, Any], str]] = []
-    for part in module.modules():
-        children, own = _as_dict(part._modules), _as_dict(part._parameters)
-        buffers = _as_dict(part._buffers)
-        dicts += [children, own, buffers]
-        items += [(children, name) for name in children]
-        items += [(own, name) for name, value in own.items() if value is None]
-        items += [
-            (buffers, name)
-            for name, value in buffers.items()
-            if value is None or n_names[id(value)] > 1
-        ]
-        parameters += [(own, name) for name, value in own.items() if value is not None]
-    return _native.Watch(dicts, items, parameters)
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        parts = list(module.modules())
+        n_names = collections.Counter(
+            id(buffer) for part in parts for buffer in part._buffers.values()
+        )
+        self._dicts: list[dict[str, Any]] = []
+        self._expected: list[dict[str, Any]] = []
+        self._noted: list[tuple[Any, Any, Any, bool]] = []
+        for part in parts:
+            children, own = _as_dict(part._modules), _as_dict(part._parameters)
+            buffers = _as_dict(part._buffers)
+            self._dicts += [children, own, buffers]
+            fixed = {
+                name: value if value is None or n_names[id(value)] > 1 else _ANY
+                for name, value in buffers.items()
+            }
+            self._expected += [dict(children), dict(own), fixed]
+            self._noted += [
+                (p, p.dtype, p.__dict__, p.requires_grad)
+                for p in own.values()
+                if p is not None
+            ]
+
+    def changed(self) -> bool:
+        """Tell whether anything differs from construction."""
+        differing = _native.differing(self._dicts, self._expected, _ANY)
+        return bool(differing) or _native.converted(self._noted)
 
 
 def _as_dict(mapping: Any) -> dict[str, Any]:

@@ -145,8 +145,10 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     As in torch's class, a forward that computes over its rows (a mean or contrastive
     loss) sees its replica's rows only: compute such a loss on the outputs instead.
 
-    Random numbers: replica 0 draws from the caller's stream, as the plain module would.
-    Each other replica draws from a seed that is derived from the stream's state.
+    Random numbers: from the process's generators replicas draw one after another, as if
+    the module were called on each part.  Each GPU has its own generator.  Of those with
+    one seed, as after ``torch.manual_seed``, a call gives all but the first new seeds,
+    which are derived from it; they stay until the program seeds anew.
 
     **On the CPU** replicas run one after another on the caller's thread, each with all
     of torch's threads.  Use this to develop, test and teach programs for several GPUs;
@@ -159,9 +161,9 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     once; with three or more replicas, it is rounded again when replica 0's are added.
     A parameter that no replica has used keeps its gradient.  If a forward draws from a
     generator that replicas share, replicas run one after another, so that runs can be
-    repeated; each GPU has its own generator.  Hooks on saved tensors receive only the
-    tensors that replica 0 saves: put a ``checkpoint`` with ``use_reentrant=False``
-    inside the module, not around the wrapper.
+    repeated.  Hooks on saved tensors receive only the tensors that replica 0 saves: put
+    a ``checkpoint`` with ``use_reentrant=False`` inside the module, not around the
+    wrapper.
     """
 
     __module__ = "paceline"

@@ -17,8 +17,11 @@ every core, and programs need not be thread-safe.
 Each device has its own generator of random numbers.  If a forward draws from a
 generator that replicas share (the CPU's, Python's, NumPy's, or that of a device with
 several replicas), its replicas run in order, so that runs can be repeated.  The first
-call with each combination of training flags also runs in order, to find this out.  So
-does a forward that runs backward passes, or whose parts are in a list of their class.
+call with each combination of training flags also runs in order, to find this out, and
+so does each call until one in which at most one replica draws: then nothing depends on
+the order.  Other threads may draw, too, and nothing tells whose numbers these were.
+A forward that runs backward passes, or whose parts are in a list of their class, always
+runs in order.
 
 On GPUs, hooks on saved tensors, and so a checkpoint around the wrapper, apply to
 replica 0 alone.  A backward has a thread for each device.  These threads would call the
@@ -44,7 +47,7 @@ from torch.nn import Module
 from paceline import _gpu, _native
 from paceline._compat import torch_modes
 from paceline._dp import originals, rng, transfers
-from paceline._dp.generators import generators_of, has_generator
+from paceline._dp.generators import has_generator, have_generator
 from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Trained, held_by, parts_of
@@ -52,6 +55,13 @@ from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import InsideReplica, Task, ThreadPool
 
 _log = logging.getLogger("paceline")
+
+_DRAWN = (
+    "random numbers were drawn from generators that replicas share during a forward of "
+    "DataParallel: its replicas run one after the other until a forward draws none, so "
+    "that runs can be repeated. If another thread draws them, give that thread its own "
+    "generator (torch.Generator, random.Random, numpy.random.default_rng)"
+)
 
 
 class Engine:
@@ -74,8 +84,9 @@ class Engine:
         # On the CPU a forward may wait for another thread's: each thread has its own.
         self._kept: Any = threading.local() if is_cpu else SimpleNamespace()
         self._threads = ThreadPool()
-        self._draws: dict[bytes, bool] = {}
+        self._draws: dict[bytes, bool | None] = {}  # None: find out
         self._drawn_module: Module | None = None
+        self._has_warned = False
         self._running: set[object] = set()
         self._last_begun: object = None
 
@@ -183,6 +194,8 @@ class Engine:
     ) -> list[Any]:
         if self.is_cpu:
             return self._run_in_order(parts, replicas, tasks)[0]
+        indices = dict.fromkeys(self.indices[: len(tasks)])
+        rng.seed_apart(map(self._machine.generator, indices))
         if self._drawn_module is not parts[0]:
             if self._drawn_module is not None:
                 self._draws = {}
@@ -193,18 +206,26 @@ class Engine:
         if sees_operations() or (not draws and has_generator(*arguments)):
             return self._run_in_order(parts, replicas, tasks)[0]
         if draws is False:
-            outputs, self._draws[key] = self._run_side_by_side(tasks)
-            return outputs
-        outputs, found = self._run_in_order(parts, replicas, tasks)
-        self._draws[key] = bool(draws) or found or bool(generators_of(parts))
+            outputs, draws = self._run_side_by_side(tasks)
+        else:
+            outputs, found = self._run_in_order(parts, replicas, tasks)
+            if draws is None:
+                draws = have_generator(parts) if found is False else found
+        self._draws[key] = draws
+        if draws is None and not self._has_warned:
+            self._has_warned = True
+            _log.warning(_DRAWN)
         return outputs
 
     # ---- in order -------------------------------------------------------------------
 
     def _run_in_order(
         self, parts: list[Module], replicas: Sequence[Module], tasks: list[Task]
-    ) -> tuple[list[Any], bool]:
-        """Return the outputs, and whether replicas must not run side by side."""
+    ) -> tuple[list[Any], bool | None]:
+        """Return the outputs, and whether replicas must not run side by side.
+
+        None if the next call must find out, because several may have drawn.
+        """
         lists = originals.lists_of_classes(parts)
         inner = self._replicated.inner_backwards if self._replicated else None
         watched, this = originals.Originals(parts), object()
@@ -229,47 +250,47 @@ class Engine:
 
         try:
             self._running.add(this)
-            began_alone, self._last_begun = len(self._running) == 1, this
+            self._last_begun = this  # before the next line: threads may switch
+            began_alone = len(self._running) == 1
             outputs, draw = self._call_all(
                 [partial(call, k) for k in range(len(tasks))]
             )
         finally:
             self._running.discard(this)
         has_run_backward = inner is not None and inner.were_seen
-        return outputs, draw or bool(lists) or has_run_backward
+        return outputs, True if lists or has_run_backward else draw
 
-    def _call_all(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], bool]:
-        """Return the outputs, and whether replicas used a generator that they share."""
-        if torch_modes.count_dispatch_modes():  # they intercept reads of generators
-            return [call() for call in calls], False
+    def _call_all(
+        self, calls: list[Callable[[], Any]]
+    ) -> tuple[list[Any], bool | None]:
+        """Return the outputs; None if a shared generator moved in several, or False."""
         if self.is_cpu:
-            return rng.run_in_order(calls)
-        others = rng.other_streams(), self._shared_generators()
-        outputs, draw = rng.run_in_order(calls)
-        others_drew = others != (rng.other_streams(), self._shared_generators())
-        return outputs, draw or others_drew
+            return [call() for call in calls], False
+        outputs, n_drew, before = [], 0, self._marks()
+        for call in calls:
+            outputs.append(call())
+            now = self._marks()
+            n_drew, before = n_drew + (now != before), now
+        return outputs, None if n_drew > 1 else False
 
-    def _shared_generators(self) -> list[Any]:
-        """Return the generators' states of devices with more than one replica."""
+    def _marks(self) -> list[Any]:
+        """Return values that change if a generator that replicas share is used."""
         shared = {i for i in self.indices if self.indices.count(i) > 1}
-        return [self._machine.generator_state(index) for index in sorted(shared)]
+        return rng.marks(map(self._machine.generator, sorted(shared)))
 
     # ---- in parallel ----------------------------------------------------------------
 
-    def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
-        """Return outputs of replicas on threads, and whether they shared generators."""
-        before = rng.marks()
+    def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool | None]:
+        """Return outputs of replicas on threads; None if numbers were drawn, or False.
+
+        Another thread may have drawn them: the next call finds out.
+        """
+        before = self._marks()
         state, n_cores = State(), torch.get_num_threads()
         for task in tasks[1:]:
             task.enter(state, contextvars.copy_context(), n_cores)
         self._threads.run(tasks)
-        draws = rng.marks() != before
-        if draws:
-            _log.warning(
-                "a forward of DataParallel drew random numbers of the CPU in replicas "
-                "that ran in parallel: from now on they run one after the other, so "
-                "that runs can be repeated"
-            )
+        draws = None if self._marks() != before else False
         return [task.take() for task in tasks], draws
 
     # ---- before and after -----------------------------------------------------------

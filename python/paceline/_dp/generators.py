@@ -1,26 +1,21 @@
-"""Generators of random numbers that a model holds, besides those of the process.
+"""Generators of random numbers that a model holds or seeds.
 
 A model may keep its own generator: as an attribute, in a list or dict, in an object
 that an attribute holds, or as a global or closure variable that its code reads.
-Replicas that share one must take turns.
+Replicas that share one must take turns, even if it looks unused: a forward may begin to
+draw from it.  So must those that seed any generator, also the process's: if each call
+does, the generator's state need not differ before and after.
 """
 
 from __future__ import annotations
 
 import builtins
-import functools
 import random
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
-from types import (
-    BuiltinMethodType,
-    CellType,
-    CodeType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-)
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -32,78 +27,82 @@ _MOST_ENTRIES = 256
 _CLOSED = (str, bytes, int, float, type, ModuleType, torch.Tensor, Module)
 
 
-def generators_of(parts: Iterable[Module]) -> list[Any]:
-    """Return the generators that a model's attributes and its code lead to, each once.
+def have_generator(parts: Iterable[Module]) -> bool:
+    """Tell whether a model's attributes or code lead to a generator, or code seeds one.
 
-    These are torch's, Python's and NumPy's (bit generators too), not the process's own.
+    It may be torch's, Python's or NumPy's (a bit generator too), if it is not the
+    process's own.
     """
-    search = _Search()
+    leads = _Search().leads
     kinds: dict[type, None] = {}
     for part in parts:
-        for name, value in vars(part).items():
-            if name not in _OWN_KEYS:
-                search.visit(value, _LEVELS)
+        values = (v for name, v in vars(part).items() if name not in _OWN_KEYS)
+        if any(map(leads, values)):
+            return True
         kinds.update(dict.fromkeys(type(part).__mro__))
-    for kind in kinds:
-        if kind.__module__.partition(".")[0] not in ("torch", builtins.__name__):
-            search.visit_methods(kind)
-    return list(search.found.values())
+    return any(
+        leads(getattr(value, "__func__", getattr(value, "fget", value)))
+        for kind in kinds
+        if kind.__module__.partition(".")[0] not in ("torch", builtins.__name__)
+        for name, value in vars(kind).items()
+        if name != "__init__"
+    )
 
 
 def has_generator(*arguments: Any) -> bool:
     """Tell whether a forward's arguments hold a generator, even in a list or dict."""
-    search = _Search()
-    for each in arguments:
-        search.visit(each, _LEVELS)
-    return bool(search.found)
+    return any(map(_Search().leads, arguments))
 
 
 class _Search:
     def __init__(self) -> None:
-        self.found: dict[int, Any] = {}
         self._codes: set[CodeType] = set()
         self._kinds: tuple[type, ...] = (torch.Generator, random.Random)
-        self._shared = {id(torch.default_generator), id(_owner(random.random))}
+        self._shared = [torch.default_generator, _owner(random.random)]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             rng = numpy.random
             self._kinds += (rng.Generator, rng.RandomState, rng.BitGenerator)
-            self._shared.add(id(_owner(rng.random_sample)))
+            self._shared.append(_owner(rng.random_sample))
 
-    def visit(self, value: Any, n_levels: int) -> None:
-        """Add the generators that a value leads to."""
+    def leads(self, value: Any, n_levels: int = _LEVELS) -> bool:
+        """Tell whether a value is a generator or leads to one."""
+        if isinstance(value, (MethodType, BuiltinMethodType)):
+            value, n_levels = _owner(value), 0
         if isinstance(value, self._kinds):
-            if id(value) not in self._shared and not isinstance(
-                value, random.SystemRandom
-            ):
-                self.found[id(value)] = value
-        elif isinstance(value, (MethodType, BuiltinMethodType)):
-            if isinstance(_owner(value), self._kinds):
-                self.visit(_owner(value), 0)
-        elif isinstance(value, FunctionType):
-            self._visit_function(value, n_levels)
-        elif n_levels and not isinstance(value, _CLOSED):
-            for entry in islice(_entries(value), _MOST_ENTRIES):
-                self.visit(entry, n_levels - 1)
+            is_shared = any(value is each for each in self._shared)
+            return not (is_shared or isinstance(value, random.SystemRandom))
+        if n_levels == 0 or isinstance(value, _CLOSED):
+            return False
+        if isinstance(value, FunctionType):
+            entries = self._read_by(value)
+        else:
+            entries = islice(_entries(value), _MOST_ENTRIES)
+        return any(self.leads(entry, n_levels - 1) for entry in entries)
 
-    def visit_methods(self, kind: type) -> None:
-        """Add the generators that the methods of a class read."""
-        for value in vars(kind).values():
-            method = getattr(value, "__func__", getattr(value, "fget", value))
-            self.visit(method, _LEVELS)
-
-    def _visit_function(self, function: FunctionType, n_levels: int) -> None:
-        """Add what it reads from globals and closures; functions there are followed."""
-        if function.__code__ in self._codes or not n_levels:
+    def _read_by(self, function: FunctionType) -> Iterable[Any]:
+        """Yield what it reads from closures and globals, with functions of its file."""
+        if function.__code__ in self._codes:
             return
         self._codes.add(function.__code__)
         for cell in function.__closure__ or ():
-            self.visit(contents_of(cell), n_levels - 1)
-        for name in names_of(function.__code__):
+            with suppress(ValueError):  # it is still empty
+                yield cell.cell_contents
+        stand_in = torch.Generator()  # for a generator that code seeds
+        if _seeds(function):
+            yield stand_in
+        for name in _names_in(function.__code__):
             value = function.__globals__.get(name)
             is_elsewhere = getattr(value, "__module__", None) != function.__module__
             if not (isinstance(value, FunctionType) and is_elsewhere):
-                self.visit(value, n_levels - 1)
+                yield value
+            elif _seeds(value):
+                yield stand_in
+
+
+def _seeds(function: FunctionType) -> bool:
+    names = _names_in(function.__code__)
+    return "manual_seed" in names or {"random", "seed"} <= names
 
 
 def _owner(method: Any) -> Any:
@@ -122,19 +121,7 @@ def _entries(value: Any) -> Iterable[Any]:
     return held.values() if isinstance(held, dict) else ()
 
 
-@functools.lru_cache(1 << 14)
-def names_of(code: CodeType) -> frozenset[str]:
+def _names_in(code: CodeType) -> set[str]:
     """Return all names in code, with those of its inner functions."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= names_of(constant)
-    return frozenset(names)
-
-
-def contents_of(cell: CellType) -> Any:
-    """Return the contents of a closure's cell; None if it is still empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)

@@ -1,9 +1,12 @@
 """Random numbers of replicas, which share the generators of one process.
 
-Replicas that draw in parallel would draw other numbers in each run, so they run in
-order.  From torch's generator, replica 0 draws the caller's stream, as the plain module
-would; replica ``k`` has its own stream, with a seed derived from the state before the
-forward.  In all other generators, each replica goes on where the previous one ended.
+Replicas that draw from one generator in parallel would draw other numbers in each run,
+so they run in order, and each goes on where the one before has stopped, as if the
+module were called on each part.  Nothing sets the state of a generator on the CPU: to
+another thread that draws from it, replicas are a plain module.
+
+Each GPU has its own generator, but ``torch.manual_seed`` gives all of them one seed,
+and so the same numbers.  :func:`seed_apart` ends that.
 """
 
 from __future__ import annotations
@@ -12,50 +15,48 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from paceline._compat import torch_modes
 
-_MOST_SEED = 2**63 - 1
 _MT19937_BYTES = 624 * 4 + 4  # its key, and the position in it
+_seeding = threading.Lock()
 
 
-def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
-    """Return the output of each replica's call, and whether any drew from the stream.
+def seed_apart(generators: Iterable[torch.Generator]) -> None:
+    """Give a new seed to each generator that has the seed of an earlier one.
 
-    The caller's stream is replica 0's.  A checkpoint that repeats the forward from the
-    same state draws the same numbers.
+    It is derived from the generator's state and number, and stays, as if the program
+    had seeded its GPUs differently.  So the numbers go on from call to call and into
+    the backward, and nothing undoes what another thread does with the generator.
     """
-    generator, before = torch.default_generator, stream()
-    seed = int.from_bytes(hashlib.blake2b(before, digest_size=8).digest(), "little")
-    outputs = [calls[0]()]
-    draws, after = stream() != before, get_state()
-    try:
-        for k, call in enumerate(calls[1:]):
-            generator.manual_seed((seed + k) & _MOST_SEED)
-            before = stream()
-            outputs.append(call())
-            draws |= stream() != before
-    finally:
-        generator.set_state(after)
-    return outputs, draws
+    seeds = set()
+    with _seeding:
+        for k, generator in enumerate(generators):
+            if generator.initial_seed() in seeds:
+                key = state_of(generator) + bytes((k,))
+                digest = hashlib.blake2b(key, digest_size=7).digest()
+                generator.manual_seed(int.from_bytes(digest, "little"))
+            seeds.add(generator.initial_seed())
 
 
-def stream() -> bytes:
-    """Return the state of torch's generator."""
+def state_of(generator: torch.Generator) -> bytes:
+    """Return a generator's state, unseen by modes and transforms."""
     with torch_modes.without_transforms(), torch_modes.without_torch_function():
-        return torch.default_generator.get_state().numpy().tobytes()
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-def marks() -> list[Any]:
-    """Return values that change if any of the process's own generators is used.
+def marks(generators: Iterable[torch.Generator] = ()) -> list[Any]:
+    """Return values that change if one of these or the process's generators is used.
 
     NumPy's usual generator is read from its memory, in 1 us instead of 80.
     """
-    found: list[Any] = [stream(), random.getstate()]
+    found = [*map(state_of, (torch.default_generator, *generators)), random.getstate()]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         get = getattr(numpy.random, "get_bit_generator", None)  # of NumPy 1.24
@@ -64,24 +65,6 @@ def marks() -> list[Any]:
             address = generator.ctypes.state_address
             found.append(ctypes.string_at(address, _MT19937_BYTES))
         else:
-            found.append(other_streams())
+            name, keys, *rest = numpy.random.get_state(legacy=True)
+            found += [name, keys.tobytes(), *rest]
     return found
-
-
-def get_state() -> torch.Tensor:
-    """Return the state of torch's generator, as a plain tensor even in a transform.
-
-    Before 2.9, torch returns a tensor of the transform.
-    """
-    with torch_modes.without_transforms():
-        return torch.default_generator.get_state()
-
-
-def other_streams() -> list[Any]:
-    """Return the states of Python's and NumPy's generators."""
-    states: list[Any] = [random.getstate()]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state(legacy=True)
-        states += [name, keys.tobytes(), *rest]
-    return states

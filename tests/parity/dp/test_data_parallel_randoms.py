@@ -1,6 +1,7 @@
 """Random numbers: each replica has its own, the user's go on, and runs repeat."""
 
 import functools
+import queue
 import random
 import threading
 import time
@@ -8,9 +9,11 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from paceline._dp.replicate import is_replica
-from programs import Made, X, grown, module, parameter
-from replicas import ON_EACH, Twin, assert_same, grads_of, linear, loss_of
+from programs import InParts, Made, X, grown, module, parameter
+from replicas import ON_EACH, ON_GPUS, Twin, assert_same, grads_of, linear, loss_of
+from support import devices
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +37,7 @@ def dropped():
 # ---- the user's numbers -------------------------------------------------------------
 
 
+@ON_EACH
 def test_dropout_is_repeatable_by_the_seed(wrap):
     ours = wrap(dropped(), 4)  # of 2 rows each
 
@@ -49,49 +53,150 @@ def test_dropout_is_repeatable_by_the_seed(wrap):
     assert len({tuple(mask.flatten().tolist()) for mask in first[0]}) == 4
 
 
-def test_the_first_replica_draws_from_the_users_numbers_which_go_on_behind_it(wrap):
-    twin = Twin(wrap, dropped())
-    for seed in range(3):
-        torch.manual_seed(seed)
-        theirs = twin.plain(ONES[:4]), torch.rand(3)
-        torch.manual_seed(seed)
-        assert_same((twin.ours(ONES)[:4], torch.rand(3)), theirs)
+class Draws:
+    """Draws a number of each of the process's generators for a test."""
+
+    def __init__(self):
+        self.ask, self.answer, self.drawn = queue.Queue(), queue.Queue(), []
+        self.thread = threading.Thread(target=self._serve)
+
+    @staticmethod
+    def here(n=1):
+        return [float(torch.rand(n)[0]), random.random(), np.random.rand()]
+
+    def in_another_thread(self):
+        self.ask.put(True)
+        self.drawn.append(self.answer.get(timeout=60))
+
+    def _serve(self):
+        while self.ask.get():
+            self.answer.put(self.here())
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *ignored):
+        self.ask.put(False)
+        self.thread.join()
 
 
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "fails"])
 @ON_EACH
-def test_the_users_numbers_go_on_after_a_failure(wrap):
-    def draws_and_fails(m, x):
-        drawn = torch.rand(())
+def test_replicas_draw_as_the_module_called_on_each_part(wrap, fails):
+    """The numbers of another thread and those after the call are the same, too."""
+
+    def draws_by_rows(m, x):
+        drawn = draws.here(int(x[0, 0]))
+        draws.in_another_thread()
         if (x == 9).any():
             raise ValueError("a row of 9")
-        return x * drawn
+        return x.new_tensor([drawn]).expand(len(x), -1) + 0 * m.weight
 
-    ours, x = wrap(module(draws_and_fails)), torch.ones(4, 2)
-    ours(x)
-    x[3] = 9
-    torch.manual_seed(3)
-    with pytest.raises(ValueError, match="a row of 9"):
-        ours(x)
-    mine = torch.rand(())
-    torch.manual_seed(3)
-    torch.rand(())
-    assert torch.equal(mine, torch.rand(()))
+    made = module(draws_by_rows, weight=parameter(torch.zeros(())))
+    rows = torch.tensor([[3.0], [0], [2], [0]])
+    if fails:
+        rows[3] = 9
+    runs, twin = [], Twin(wrap, made)
+    with Draws() as draws:
+        for call in (InParts(twin.plain, 2), twin.ours, twin.ours):
+            seed_all(3)
+            draws.drawn.clear()
+            if fails:
+                with pytest.raises(ValueError, match="a row of 9"):
+                    call(rows)
+            out = None if fails else call(rows).tolist()
+            runs.append([out, draws.drawn.copy(), draws.here()])
+    assert runs[0] == runs[1] == runs[2]
 
 
-@ON_EACH
-def test_the_numbers_of_a_replica_do_not_depend_on_those_before(wrap):
-    def draws_by_rows(m, x):
-        torch.rand(int(x[0, 0]))
-        return torch.rand(len(x)).to(x)
+@ON_GPUS
+def test_a_number_of_another_thread_puts_no_replicas_in_order_for_long(wrap, caplog):
+    """It is drawn while the replica with these numbers of rows runs."""
+    threads, n_threads, n_rows = [], [], set()
 
-    ours, drawn = wrap(module(draws_by_rows)), []
-    for n in (0, 5):
-        x = torch.zeros(8, 3)
-        x[0, 0] = n
-        torch.manual_seed(3)
-        drawn.append(ours(x))
-    assert torch.equal(drawn[0][4:], drawn[1][4:])
-    assert not torch.equal(drawn[0][:4], drawn[1][:4])
+    def forward(m, x):
+        threads.append(threading.get_ident())
+        if len(x) in n_rows:
+            draws.in_another_thread()
+        return x * m.weight
+
+    ours = wrap(module(forward, weight=parameter(torch.ones(()))))
+    with Draws() as draws:
+        for which in ({3}, {3}, {4}, {}, {3, 4}, {3, 4}, {}, {}):
+            threads.clear()
+            n_rows = which
+            ours(X)
+            n_threads.append(len(set(threads)))
+    assert n_threads == [1, 2, 1, 2, 2, 1, 1, 2]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "paceline"]
+    assert "until a forward draws none" in line
+
+
+@ON_GPUS
+def test_a_forward_that_draws_is_told_of_in_its_first_call(wrap, caplog):
+    ours = wrap(module(lambda m, x: x + torch.rand(()), weight=parameter(ONES)))
+    for _ in range(3):
+        ours(X)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "paceline"]
+    assert "until a forward draws none" in line
+
+
+# ---- generators of GPUs --------------------------------------------------------------
+
+
+@ON_GPUS
+@pytest.mark.parametrize("seeds", [(3, 3, 3), (3, 5, 3), (3, 5, 7)])
+def test_gpus_with_one_seed_draw_apart_and_others_as_they_would(wrap, seeds):
+    made = module(lambda m, x: m.drop(x) * m.scale, drop=nn.Dropout(0.5))
+    made.scale, generators = parameter(torch.ones(64)), devices.native.generators[:3]
+    wrapped, rows = wrap(made, 3), torch.ones(6, 64)
+
+    def in_replicas():
+        return wrapped(rows).split(2)
+
+    def on_each_gpu():
+        parts = [part.to(wrap.device(k)) for k, part in enumerate(rows.split(2))]
+        return [F.dropout(part) for part in parts]
+
+    def drawn(call):
+        """Return the masks of two calls, and the generators' states, by GPU."""
+        for generator, seed in zip(generators, seeds, strict=True):
+            generator.manual_seed(seed)
+        masks = [call(), call()]
+        states = [generator.get_state() for generator in generators]
+        return [[each.cpu() for each in of] for of in zip(*masks, states, strict=True)]
+
+    ours, theirs = drawn(in_replicas), drawn(on_each_gpu)
+    assert_same(drawn(in_replicas), ours)
+    for k, pair in enumerate(zip(ours, theirs, strict=True)):
+        are_same = [torch.equal(*each) for each in zip(*pair, strict=True)]
+        assert are_same == [seeds[k] not in seeds[:k]] * 3
+    assert len({str(mask.tolist()) for *masks, _ in ours for mask in masks}) == 6
+
+
+@ON_GPUS
+def test_states_of_generators_that_are_put_back_draw_the_same(wrap):
+    """Also if all have one state; each call of a program may draw other numbers."""
+    ours, generators = wrap(dropped()), devices.native.generators[:2]
+    states = [generators[0].manual_seed(seed).get_state() for seed in (3, 4)]
+
+    def drawn(*states):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        return ours(ONES)[4:]
+
+    first, second = (drawn(state, state) for state in states)
+    assert not torch.equal(first, second)
+    after = [generator.get_state() for generator in generators]
+    third = ours(ONES)[4:]
+    assert_same([drawn(states[0], states[0]), drawn(*after)], [first, third])
 
 
 def test_evaluation_draws_nothing(wrap):
@@ -123,6 +228,7 @@ def test_all_ways_to_draw_are_repeatable(wrap):
 # ---- masks, and recomputation -------------------------------------------------------
 
 
+@ON_EACH
 def test_gradients_belong_to_the_masks_that_were_drawn(wrap):
     ours = wrap(dropped())
     for order in (1, 2, 1, 2):
@@ -131,16 +237,20 @@ def test_gradients_belong_to_the_masks_that_were_drawn(wrap):
         torch.rand(5)
         if order == 1:
             out.sum().backward()
-            assert torch.equal(x.grad, out.detach())
+            assert torch.equal(x.grad, out.detach().cpu())
         else:
             (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            assert torch.equal(slope, out)
+            assert torch.equal(slope, out.cpu())
             slope.sum().backward()
         assert torch.equal(ours.module.scale.grad * 2, out.detach().sum(0))
         ours.zero_grad()
 
 
-@pytest.mark.parametrize("place", ["inside", "around"])
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [("cpu", "inside"), ("cpu", "around"), ("gpu", "inside")],
+    indirect=["wrap"],
+)
 @BOTH_KINDS
 def test_checkpoints_draw_the_same_masks_again(wrap, place, use_reentrant):
     again = functools.partial(checkpoint, use_reentrant=use_reentrant)
@@ -153,9 +263,10 @@ def test_checkpoints_draw_the_same_masks_again(wrap, place, use_reentrant):
         out = call(x)
         torch.rand(5)  # the stream goes on before backward
         out.sum().backward()
-        assert torch.equal(x.grad, out.detach())
+        assert torch.equal(x.grad, out.detach().cpu())
 
 
+@ON_EACH
 @BOTH_KINDS
 def test_checkpoints_in_checkpoints_repeat_the_random_numbers(wrap, use_reentrant):
     def keep(m, function, x):
@@ -236,16 +347,36 @@ def test_a_generator_that_is_drawn_from_later_is_drawn_from_in_order(wrap):
     assert ours(X).tolist() == [theirs.random()] * 4 + [theirs.random()] * 3
 
 
+def in_a_fork(m):
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        return torch.rand(())
+
+
+elsewhere = {"seed_all": seed_all}
+exec("def seeded_elsewhere(m):\n seed_all(3)\n return m.roll()", elsewhere)
+
+SEEDED = {
+    "its own": lambda m: torch.rand((), generator=m.g.manual_seed(3)),
+    "torch's": lambda m: torch.manual_seed(3) and torch.rand(()),
+    "a fork of torch's": in_a_fork,
+    "Python's": lambda m: seed_all(3) or random.random(),
+    "NumPy's, by a function of another file": elsewhere["seeded_elsewhere"],
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
 @ON_EACH
-def test_a_generator_that_each_forward_seeds_is_drawn_from_in_order(wrap):
+def test_a_generator_that_each_forward_seeds_is_drawn_from_in_order(wrap, name):
     """Its state is the same before and after a forward: only taking turns works."""
     threads = set()
 
     def draw(m):
         threads.add(threading.get_ident())
-        return torch.rand((), generator=m.g.manual_seed(3))
+        return m.rolls(m)
 
-    ours = wrap(drawing(draw, g=torch.Generator().manual_seed(3)), 3)
+    held = {"g": torch.Generator()} if name == "its own" else {"roll": np.random.rand}
+    ours = wrap(drawing(draw, rolls=SEEDED[name], **held), 3)
     draw(ours.module)
     for mode in (torch.enable_grad, torch.no_grad):
         for _ in range(2):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from natives import MIB, make_reducer, make_world, watched_net
 from paceline import DistributedDataParallel, _native
-from paceline._ddp.model_spec import watch
+from paceline._ddp.model_spec import Watch
 from support.leaks import assert_leaves_nothing
 from torch import nn
 
@@ -155,19 +155,19 @@ def test_the_wrapper_of_one_rank_has_no_world_and_no_hook(alone):
 
 def test_a_thousand_watches_leave_nothing():
     net = watched_net()
-    things = [net, net[0].weight, net[0]._parameters, net._modules, _native.Watch]
+    things = [net, net[0].weight, net[0]._parameters, net._modules, Watch]
 
     def once():
-        assert watch(net).changed() is False
-        with pytest.raises(KeyError):
-            _native.Watch([net._modules], [(net._modules, "0")], [({}, "a")])
+        assert Watch(net).changed() is False
+        with pytest.raises(TypeError):
+            _native.converted([(net[0].weight, 3)])
 
     assert_leaves_nothing(once, *things)
 
 
 def test_a_watch_in_a_cycle_with_its_model_is_collected():
     net = watched_net()
-    net.seen = {"watch": watch(net)}
+    net.seen = {"watch": Watch(net)}
     gone = weakref.ref(net)
     del net
     assert is_gone(gone)
