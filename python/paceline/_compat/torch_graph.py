@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 from torch.nn.parallel import distributed
 from torch.nn.utils import stateless
+from torch.utils import checkpoint
 
 from paceline._compat import torch_modes
 
@@ -59,6 +61,28 @@ def is_functional_call(module: torch.nn.Module) -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+def checkpoints() -> Iterator[Any]:
+    """Yield the checkpoints that this call is in, from the innermost.
+
+    Each is an object that stays the same when a backward repeats the call: a
+    checkpoint's own record, or the context of a ``torch.autograd.Function``.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code, found = frame.f_code, None
+        if code.co_filename == checkpoint.__file__:
+            held = frame.f_locals
+            generator = getattr(held.get("gen"), "gi_frame", None)  # of checkpoint()
+            outer = held if generator is None else generator.f_locals
+            found = outer.get("new_frame", outer.get("frame"))
+        if code.co_name in ("forward", "backward") and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            found = first if isinstance(first, FunctionCtx) else found
+        if found is not None:
+            yield found
+        frame = frame.f_back
 
 
 _is_rpc_used = getattr(

@@ -22,6 +22,7 @@ from paceline._recorder import Steps
 
 _log = logging.getLogger("paceline")
 _starting = threading.Lock()
+_IS_INNER = "paceline_is_inner"  # what a checkpoint notes of the calls inside it
 
 
 class _Arguments(tuple[Any, ...]):
@@ -163,8 +164,6 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
 
     __module__ = "paceline"
 
-    _ways: frozenset[bool] = frozenset()  # is_inner of calls that a backward may repeat
-
     def __init__(
         self,
         module: Wrapped,
@@ -265,17 +264,17 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         if "_is_replica" in self.__dict__:
             return True
         is_inner = is_inside_replica()
-        if torch_graph.current_task() >= 0 and not is_inner:
-            if len(self._ways) > 1:
-                raise RuntimeError(
-                    "a backward repeats a call of a DataParallel, most likely by a "
-                    "checkpoint, and that wrapper was called both by itself and inside "
-                    "another DataParallel: use a separate wrapper for each"
-                )
-            return True in self._ways
         # A checkpoint sets hooks on saved tensors, or turns gradients off.
-        if not torch.is_grad_enabled() or torch_modes.has_saved_tensors_hooks():
-            self._ways |= {is_inner}
+        is_plain = torch.is_grad_enabled() and not torch_modes.has_saved_tensors_hooks()
+        is_backward = torch_graph.current_task() >= 0
+        if is_plain and not is_backward:
+            return is_inner
+        records = list(torch_graph.checkpoints())
+        if is_backward and not is_inner:
+            noted = (vars(record).get(_IS_INNER) for record in records)
+            is_inner = next((known for known in noted if known is not None), False)
+        for record in records:
+            vars(record).setdefault(_IS_INNER, is_inner)
         return is_inner
 
     def _engine_for(self, device_ids: Sequence[Any]) -> Engine:

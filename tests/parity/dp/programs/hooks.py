@@ -7,6 +7,7 @@ import torch
 from replicas import (
     accumulate,
     bare,
+    beside,
     grads_of,
     integers,
     linear,
@@ -269,6 +270,31 @@ def checkpoints_around_may_be_nested_and_asked_twice(model, x, use_reentrant):
         if not use_reentrant:
             loss.backward(retain_graph=True)
         loss.backward()
+
+
+@uses(net, BOTH, on=THREE)
+def a_wrapper_may_be_checkpointed_by_itself_and_inside_another(model, x, use_reentrant):
+    def again(function, x):
+        return checkpoint(function, x, use_reentrant=use_reentrant)
+
+    inner, holder = beside(model, net(1)), module(lambda m, x: again(m.inner, x))
+    sizes, holder.inner = [], inner
+    bare(inner)[0].register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
+    outer = beside(model, holder)
+    calls = [
+        lambda x: again(inner, x),
+        outer,
+        lambda x: outer(again(model, x)[:, [0, 1, 1]]),
+    ]
+    for made in (calls[:1], calls[1:2], calls):
+        torch.no_grad()(inner)(X)  # as an evaluation does
+        torch.no_grad()(outer)(X)
+        sizes.clear()
+        loss = sum(loss_of(call(x)) for call in made)
+        in_forward = sorted(sizes)
+        loss.backward()
+        assert sorted(sizes) == sorted(2 * in_forward)
+    return grads_of(outer)
 
 
 OPTIONS = {
