@@ -24,10 +24,8 @@ from paceline._dp.group import N_SLOTS, Group, Streams
 from paceline._dp.inner_backwards import InnerBackwards
 from paceline._dp.replicate import (
     as_original,
-    has_more_behind,
     replica_of,
     tensors_of,
-    unused_gradient,
 )
 from paceline._dp.segments import HeldBlocks, Layout, Segment, ids_of
 from paceline._dp.shells import Shells
@@ -84,17 +82,10 @@ class ModelCopies:
         """Return the model's tensors and ids, and each further replica's copies."""
         of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         if by_torch or self._group.is_cpu:
+            # On the CPU, keeping blocks of memory gains nothing.
             tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
             moved = tensors
-        if self._group.is_cpu and not by_torch:
-            # On the CPU, keeping blocks of memory gains nothing.
-            together = list(filter(_is_alone_in_graph, tensors))
-            moved = [t for t in tensors if not _is_alone_in_graph(t)]
-            tensors = together + moved
-            for own in of_replicas if together else ():
-                made = _Copies.apply(self.inner_backwards, *together)  # type: ignore[no-untyped-call]
-                own += map(as_original, made, together)
-        elif not by_torch:
+        else:
             layout = self._layout_of(parts)
             tensors, ids, moved = layout.tensors, layout.ids, layout.others
             self._group.settle()  # left by a failed backward
@@ -106,9 +97,6 @@ class ModelCopies:
                 self._layout = None
         for k, own in enumerate(of_replicas, 1):
             copies = _moved(streams, moved, k)
-            for copy in copies:
-                if copy.grad_fn is not None:
-                    copy.register_hook(self.inner_backwards.see)  # type: ignore[no-untyped-call]
             self._leaves.append((k, moved, copies))
             own += copies
         return tensors, ids, of_replicas
@@ -198,7 +186,7 @@ class ModelCopies:
         """Return each further replica's copies of all segments, in order."""
         trained = [segment for segment in layout.segments if segment.is_trained]
         is_recorded = torch.is_grad_enabled()
-        gradients = Gradients(streams, trained, n_replicas, self.inner_backwards)
+        gradients = Gradients(streams, trained, n_replicas)
         numbers = itertools.count()
         views: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         for segment in layout.segments:
@@ -280,12 +268,6 @@ def _memory_of(layout: Layout, group: Group) -> str:
     )
 
 
-def _is_alone_in_graph(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is trained, without hooks and without a graph."""
-    trained = tensor.requires_grad and torch.is_grad_enabled()
-    return trained and not has_more_behind(tensor)
-
-
 def _moved(
     streams: Streams, tensors: Sequence[torch.Tensor], member: int
 ) -> list[torch.Tensor]:
@@ -294,40 +276,9 @@ def _moved(
     if torch_graph.is_transformed():
         return move(streams, way, tensors)
     with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-        # A node each: it must not run if no replica has used the tensor.
-        in_graph = {
-            i: move(streams, way, [tensor])[0]
-            for i, tensor in enumerate(tensors)
-            if is_recorded and tensor.requires_grad
-        }
-        others = [t.detach() for i, t in enumerate(tensors) if i not in in_graph]
-        copies = iter(move(streams, way, others))
-        return [
-            as_original(in_graph[i], tensor)
-            if i in in_graph
-            else as_original(next(copies).requires_grad_(tensor.requires_grad), tensor)
-            for i, tensor in enumerate(tensors)
-        ]
-
-
-class _Copies(torch.autograd.Function):
-    """Copies of parameters; gradients go to the parameters.
-
-    One node serves all, so it runs everything behind each of them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, inner: InnerBackwards, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.inner, ctx.tensors = inner, tensors
-        return tuple([tensor.detach().clone() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.inner.see()
-        pairs = zip(ctx.tensors, grads, strict=True)
-        return None, *(
-            unused_gradient(t) if grad is None else grad for t, grad in pairs
-        )
+        given = [t if is_recorded and t.requires_grad else t.detach() for t in tensors]
+        copies = move(streams, way, given)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            if copy.grad_fn is None:
+                copy.requires_grad_(tensor.requires_grad)
+        return list(map(as_original, copies, tensors))

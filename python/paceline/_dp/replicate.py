@@ -87,7 +87,11 @@ def has_more_behind(tensor: torch.Tensor) -> bool:
 
     They must not run if no replica has used the tensor.
     """
-    return not tensor.is_leaf or has_hooks(tensor)
+    return (
+        not tensor.is_leaf
+        or has_hooks(tensor)
+        or torch_core.is_accumulation_held(tensor)
+    )
 
 
 def unused_gradient(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -47,15 +47,14 @@ def is_by_torch() -> bool:
 
 
 class _Copy(torch.autograd.Function):
-    """Copies tensors of one member to another."""
+    """Copies a tensor of one member to another."""
 
     @staticmethod
     def forward(
-        ctx: Any, streams: Streams, way: tuple[int, int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx: Any, streams: Streams, way: tuple[int, int], tensor: torch.Tensor
+    ) -> torch.Tensor:
         ctx.streams, ctx.way = streams, way
-        return tuple(_copied(streams, way, tensors))
+        return _copied(streams, way, [tensor])[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -72,7 +71,7 @@ def _copied(
     copies, blocks, places = [], [], []
     for tensor in tensors:
         copy = tensor.detach()
-        if is_native(copy) and not streams.group.is_cpu:
+        if is_native(copy):
             blocks.append(_as_block(copy))
             copy = torch.empty_like(blocks[-1], device=device)
             places.append(copy)
@@ -117,7 +116,7 @@ def _as_block(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list[Any]:
-    """Return copies on another member, in the graph; None for None.
+    """Return copies on another member, each with its own node; None for None.
 
     Parameters
     ----------
@@ -129,26 +128,20 @@ def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list
         Tensors of the source member.
     """
     moved = list(tensors)
-    wanted: dict[bool, list[int]] = {False: [], True: []}
-    is_recorded = torch.is_grad_enabled()
-    by_torch = is_by_torch()
+    is_recorded, by_torch = torch.is_grad_enabled(), is_by_torch()
+    together = []
     for i, tensor in enumerate(tensors):
         if tensor is None:
             continue
-        if by_torch or torch_graph.is_batched(tensor):
+        if by_torch or streams.group.is_cpu or torch_graph.is_batched(tensor):
             moved[i] = _copied_by_torch(streams, way[1], tensor)
+        elif is_recorded and tensor.requires_grad:
+            moved[i] = _Copy.apply(streams, way, tensor)  # type: ignore[no-untyped-call]
         else:
-            wanted[is_recorded and tensor.requires_grad].append(i)
-    for recorded, indices in wanted.items():
-        if not indices:
-            continue
-        given = [tensors[i] for i in indices]
-        if recorded:
-            copies: Sequence[Any] = _Copy.apply(streams, way, *given)  # type: ignore[no-untyped-call]
-        else:
-            copies = _copied(streams, way, given)
-        for i, copy in zip(indices, copies, strict=True):
-            moved[i] = copy
+            together.append(i)
+    copies = _copied(streams, way, [tensors[i] for i in together])
+    for i, copy in zip(together, copies, strict=True):
+        moved[i] = copy
     return moved
 
 
