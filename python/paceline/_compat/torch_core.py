@@ -423,8 +423,11 @@ def _holders_of_new_node() -> int:
 
 
 def _count_holders_of_node(leaf: torch.Tensor) -> int:
-    node = accumulation_node(leaf)
-    return sys.getrefcount(node) if node is not None else 0
+    with torch.enable_grad():
+        view = leaf.view_as(leaf)  # holds the node itself, as any graph may
+    if view.grad_fn is None:
+        return 0
+    return sys.getrefcount(view.grad_fn.next_functions[0][0])
 
 
 def has_buffer_property() -> bool:

@@ -110,11 +110,13 @@ class Engine:
     def place(self, scattered: _native.Scattered) -> list[Any]:
         """Return the arguments of each replica, on its device."""
         self._refuse_capture()
-        streams = self.group.streams()
-        return [
-            transfers.to_member(streams, scattered, k)
-            for k in range(len(scattered.sizes))
-        ]
+        streams, is_recorded = self.group.streams(), torch.is_grad_enabled()
+        # The forward may turn gradients on: inputs that require some have a graph.
+        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+            return [
+                transfers.to_member(streams, scattered, k, is_recorded)
+                for k in range(len(scattered.sizes))
+            ]
 
     def replicas(self, module: Module, n_replicas: int) -> list[Module]:
         """Return the module, and replicas of it on their devices."""
@@ -202,6 +204,7 @@ class Engine:
         lists = originals.lists_of_classes(parts)
         inner = self._replicated.inner_backwards if self._replicated else None
         watched, this = originals.Originals(parts), object()
+        is_recorded = torch.is_grad_enabled()
 
         def call(k: int) -> Any:
             """Return replica `k`'s output, if it wrote only to its own tensors."""
@@ -210,8 +213,11 @@ class Engine:
                 run = partial(torch_modes.without_saved_tensors_hooks, run)
             before = originals.put(originals.of_replica(lists, parts, replicas[k]))
             try:
-                with inner if k > 0 and inner is not None else nullcontext():
+                if k == 0:
                     output = run()
+                else:  # replica 0 may leave another mode to the caller
+                    with inner or nullcontext(), torch.set_grad_enabled(is_recorded):
+                        output = run()
             finally:
                 originals.put(before)
             # Otherwise a call in another thread may have made the change.
@@ -295,13 +301,15 @@ class Engine:
     ) -> Any:
         """Return the output for the whole batch, on a device."""
         join = None if self.is_cpu else transfers.Joiner(self.group.streams(), output)
-        return _native.gather(list(outputs), sizes or (), dim, join)
+        with _recorded(outputs):
+            return _native.gather(list(outputs), sizes or (), dim, join)
 
     def bring(self, output: Any, where: torch.device) -> Any:
         """Return the output of one replica, on a device."""
         if self.is_cpu:
             return output
-        return transfers.Joiner(self.group.streams(), where).of_replica_0(output)
+        with _recorded([output]):
+            return transfers.Joiner(self.group.streams(), where).of_replica_0(output)
 
     def _run_on(self, index: int, stream: Any, call: Callable[[], Any]) -> Any:
         with self._machine.on(index, stream):
@@ -315,3 +323,12 @@ class Engine:
                 "several GPUs cannot be part of a graph; capture the module inside it "
                 "instead, or train with DistributedDataParallel"
             )
+
+
+def _recorded(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Return a context that records a graph if the caller does, or if outputs have one.
+
+    A forward may turn gradients on or off.
+    """
+    has_graph = torch.is_grad_enabled() or any(map(transfers.has_graph, outputs))
+    return torch.set_grad_enabled(has_graph)

@@ -24,6 +24,7 @@ import torch
 
 from paceline._compat import torch_graph
 from paceline._dp.group import Streams
+from paceline._dp.inner_backwards import InnerBackwards
 from paceline._dp.replicate import unused_gradient
 from paceline._dp.segments import Segment
 from paceline._dp.transfers import move
@@ -77,8 +78,15 @@ class Gradients:
     the state is kept by backward.
     """
 
-    def __init__(self, streams: Streams, segments: Sequence[Segment], n: int) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        segments: Sequence[Segment],
+        n: int,
+        inner: InnerBackwards,
+    ) -> None:
         self.group = streams.group
+        self.inner = inner
         self.streams = streams
         self.segments = segments
         self._n_replicas = n
@@ -107,6 +115,7 @@ class Gradients:
 
     def take(self, i: int, member: int, grads: Sequence[Any]) -> None:
         """Pack a member's gradients, some of them None; the last starts the sum."""
+        self.inner.see()
         arrival, dense = self._arrival(i), list(grads)
         if torch.is_grad_enabled():  # gradients have graphs
             block, dense = None, [None] * len(grads)

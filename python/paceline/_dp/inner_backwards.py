@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch.nn import Module
 
+from paceline._compat import torch_graph
 from paceline._dp.replicate import tensors_of
 
 
@@ -24,37 +26,36 @@ class InnerBackwards:
 
     def __init__(self, parts: list[Module]) -> None:
         self._parts = parts
-        self._trained: list[torch.Tensor] | None = None
-        self._grads: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
+        self._is_running = False
+        self._tasks: set[int] = set()
+        self._has_grads = False
         self.were_seen = False
 
     def __enter__(self) -> None:
         """Note that a replica's forward begins."""
-        if self._trained is None:
-            found = tensors_of(self._parts).values()
-            self._trained = [t for t in found if t.requires_grad and t.is_leaf]
-        self._grads = [tensor.grad for tensor in self._trained]
-        self._versions = [-1 if g is None else g._version for g in self._grads]
+        self._is_running = True
+        self._tasks = set()
+
+    def see(self, *_: Any) -> None:
+        """Note a backward, before it gives gradients to the parameters."""
+        if self._is_running:
+            if not self._tasks:
+                originals = self._originals()
+                self._has_grads = any(p.grad is not None for p in originals)
+            self._tasks.add(torch_graph.current_task())
+
+    def _originals(self) -> list[torch.Tensor]:
+        found = tensors_of(self._parts).values()
+        return [tensor for tensor in found if tensor.requires_grad and tensor.is_leaf]
 
     def __exit__(self, *_: object) -> None:
         """Remove gradients if replica 0 left none; warn if that is a guess."""
-        trained, had_grads = self._trained or [], any(v >= 0 for v in self._versions)
-        n_backwards = 0  # as far as parameters show them
-        for tensor, before, version in zip(
-            trained, self._grads, self._versions, strict=True
-        ):
-            grad = tensor.grad
-            n_new = 1 if grad is not before else 0
-            if grad is not None and grad is before:
-                n_new = grad._version - version
-            n_backwards = max(n_backwards, n_new)
-        self._grads = []
-        self.were_seen |= n_backwards > 0
-        if not n_backwards or (had_grads and n_backwards == 1):
+        self._is_running = False
+        self.were_seen |= bool(self._tasks)
+        if not self._tasks or (self._has_grads and len(self._tasks) == 1):
             return
-        if not had_grads:
-            for tensor in trained:
+        if not self._has_grads:
+            for tensor in self._originals():
                 tensor.grad = None
         warnings.warn(
             "the forward of DataParallel runs backward passes: in a replica, "

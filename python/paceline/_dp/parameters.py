@@ -29,7 +29,13 @@ from paceline._dp.replicate import (
 )
 from paceline._dp.segments import HeldBlocks, Layout, Segment, ids_of
 from paceline._dp.shells import Shells
-from paceline._dp.transfers import at_member, is_by_torch, move
+from paceline._dp.transfers import (
+    at_member,
+    has_graph,
+    is_by_torch,
+    move,
+    tensors_with_graph,
+)
 
 _log = logging.getLogger("paceline")
 
@@ -97,6 +103,7 @@ class ModelCopies:
                 self._layout = None
         for k, own in enumerate(of_replicas, 1):
             copies = _moved(streams, moved, k)
+            torch_graph.call_with_gradients(copies, self.inner_backwards.see)
             self._leaves.append((k, moved, copies))
             own += copies
         return tensors, ids, of_replicas
@@ -116,8 +123,8 @@ class ModelCopies:
         backward gives gradients too.
         """
         leaves, self._leaves = self._leaves, []
-        will_come = torch.is_grad_enabled() or any(map(_has_graph, outputs))
-        late = []
+        will_come = torch.is_grad_enabled() or any(map(has_graph, outputs))
+        late, pairs = [], []
         for member, originals, copies in leaves:
             for original, copy in zip(originals, copies, strict=True):
                 if not copy.is_leaf:
@@ -127,8 +134,12 @@ class ModelCopies:
                 if will_come and copy.requires_grad:
                     accumulate = partial(_accumulate, streams, member, original)
                     late.append((copy, partial(_accumulate_later, accumulate)))
+                    pairs.append((original, copy))
         for copy, hook in late:
             copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for output in tensors_with_graph(outputs[0]) if pairs else ():
+            if output.grad_fn is not None:
+                output.register_hook(partial(_refuse_to_return, pairs))  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Remove what a forward has set, in replicas that nothing else holds."""
@@ -186,7 +197,7 @@ class ModelCopies:
         """Return each further replica's copies of all segments, in order."""
         trained = [segment for segment in layout.segments if segment.is_trained]
         is_recorded = torch.is_grad_enabled()
-        gradients = Gradients(streams, trained, n_replicas)
+        gradients = Gradients(streams, trained, n_replicas, self.inner_backwards)
         numbers = itertools.count()
         views: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         for segment in layout.segments:
@@ -245,11 +256,22 @@ def _accumulate_later(
     torch_core.at_end_of_backward(later)
 
 
-def _has_graph(output: Any) -> bool:
-    return any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        for leaf in _native.flatten(output)[1]
-    )
+def _refuse_to_return(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], _: torch.Tensor
+) -> None:
+    """Raise if a backward asks for gradients that only ``.grad`` gets from replicas."""
+    for original, copy in pairs:
+        is_added = torch_core.accumulates(torch_core.accumulation_node(copy))
+        if original.is_leaf:
+            node = torch_core.accumulation_node(original)
+            if is_added or not torch_graph.will_run(node):
+                continue
+        raise RuntimeError(
+            "the forward of DataParallel turned gradients on by itself (enable_grad, "
+            "requires_grad_): only backward() without inputs= gives gradients to its "
+            "parameters. For torch.autograd.grad, call the DataParallel with gradients "
+            "on and with parameters that require them"
+        )
 
 
 def _memory_of(layout: Layout, group: Group) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
-from paceline._compat import torch_core
+from paceline._compat import torch_core, torch_modes
 
 _PLAIN_COPY = torch_core.PLAIN_COPY
 OWN_KEYS = frozenset(Module().__dict__)
@@ -73,6 +73,8 @@ def alone_because(module: torch.nn.Module) -> str | None:
             )
     if any(tensor.is_inference() for tensor in held_by(parts)):
         return "a parameter or buffer was made in torch.inference_mode()"
+    if torch_modes.is_mutation_allowed():
+        return "in allow_mutation_on_saved_tensors() torch must see the whole batch"
     return None
 
 

@@ -174,15 +174,19 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 # ---- arguments ----------------------------------------------------------------------
 
 
-def to_member(streams: Streams, scattered: _native.Scattered, member: int) -> Any:
+def to_member(
+    streams: Streams, scattered: _native.Scattered, member: int, is_recorded: bool
+) -> Any:
     """Return a replica's arguments, with tensors on its device.
 
-    Arrays stay what they are, and so do tensors already on its GPU.
+    Arrays stay what they are, and so do tensors already on its GPU.  `is_recorded`
+    tells whether the caller records a graph.
     """
     leaves = scattered.leaves(member)
     if streams.group.is_cpu:
         if member > 0:
-            leaves = list(map(_own_leaf, leaves, scattered.leaves(0)))
+            pairs = zip(leaves, scattered.leaves(0), strict=True)
+            leaves = [_own_leaf(leaf, first, is_recorded) for leaf, first in pairs]
         return scattered.tree.unflatten(leaves)
     placed = _placed(streams, leaves, member)
     for i, (leaf, tensor) in enumerate(zip(leaves, placed, strict=True)):
@@ -191,7 +195,19 @@ def to_member(streams: Streams, scattered: _native.Scattered, member: int) -> An
     return scattered.tree.unflatten(placed)
 
 
-def _own_leaf(leaf: Any, of_replica_0: Any) -> Any:
+class _Shared(torch.autograd.Function):
+    """A tensor in the same memory, with its own version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads
+
+
+def _own_leaf(leaf: Any, of_replica_0: Any, is_recorded: bool) -> Any:
     """Return an input in the same memory that a later replica may change in place.
 
     Inputs that are not split are copied.  Parts of a batch are views, which would share
@@ -199,6 +215,9 @@ def _own_leaf(leaf: Any, of_replica_0: Any) -> Any:
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    if leaf.requires_grad and not is_recorded and leaf is not of_replica_0:
+        shared: torch.Tensor = _Shared.apply(leaf)  # type: ignore[no-untyped-call]
+        return shared
     if leaf is of_replica_0 or leaf.requires_grad or torch_graph.is_transformed():
         return leaf.clone()
     if type(leaf) is not torch.Tensor or leaf.is_inference():
@@ -267,6 +286,17 @@ class _Gather(torch.autograd.Function):
                 for k, part in enumerate(grad.split(ctx.sizes))
             ]
         return None, None, *parts
+
+
+def tensors_with_graph(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output that require gradients."""
+    leaves = _native.flatten(output)[1]
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def has_graph(output: Any) -> bool:
+    """Tell whether a tensor of an output requires gradients."""
+    return bool(tensors_with_graph(output))
 
 
 class Joiner:
