@@ -243,7 +243,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             ids = ids[:1]
             if not self._are_gpus:
                 return self._call_plainly(inputs, kwargs)
-        with engine.lock, self._recorded_steps():
+        with engine.call(), self._recorded_steps():
             args, named = self.scatter(inputs, kwargs, ids)
             sizes = _sizes_of(args)
             args, named = _checked(len(ids), args, named)

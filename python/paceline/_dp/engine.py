@@ -32,10 +32,9 @@ import contextvars
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,15 +42,25 @@ from torch.nn import Module
 
 from paceline import _gpu, _native
 from paceline._compat import torch_modes
-from paceline._dp import originals, rng, transfers
+from paceline._dp import originals, rng, threads, transfers
 from paceline._dp.generators import generators_of, has_generator
 from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import check_structure, held_by, parts_of, structure_of
 from paceline._dp.thread_state import State, sees_operations
-from paceline._dp.threads import InsideReplica, Task, ThreadPool
+from paceline._dp.threads import InsideReplica, Task, Watch
 
 _log = logging.getLogger("paceline")
+
+
+class _Kept:
+    """What a call uses, kept for the next one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.group: Group | None = None
+        self.replicated: ModelCopies | None = None
+        self.threads = threads.ThreadPool()
 
 
 class Engine:
@@ -69,12 +78,11 @@ class Engine:
         self.indices = list(indices)
         self.is_cpu = is_cpu
         self._machine: Any = HOST if is_cpu else _gpu.machine
-        self._lock = threading.RLock()  # a subclass's gather() may call the wrapper
         self._process = os.getpid()
-        # On the CPU a forward may wait for another thread's: each thread has its own.
-        self._kept: Any = threading.local() if is_cpu else SimpleNamespace()
-        self._threads = ThreadPool()
+        self._all_kept = [_Kept()]  # on GPUs
+        self._here: Any = threading.local()
         self._draws: dict[bytes, bool] = {}
+        self._waiting: set[bytes] = set()
         self._drawn_module: Module | None = None
         self._running: set[object] = set()
         self._last_begun: object = None
@@ -86,24 +94,57 @@ class Engine:
                 "processes by spawn, and create the wrapper there"
             )
 
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """The lock that a call holds; raises in a forked process with GPUs."""
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Reserve what a call uses; raise in a forked process with GPUs.
+
+        A forward may wait for another thread's, so calls never wait for each other for
+        long.  On the CPU each thread has its own set; on GPUs, where it holds copies of
+        the model, they share one, and a call makes another if it had to wait.
+        """
         self._check_process()
-        return nullcontext() if self.is_cpu else self._lock
+        if self.is_cpu or hasattr(
+            self._here, "kept"
+        ):  # a gather() may call the wrapper
+            yield
+            return
+        self._here.kept = kept = self._reserved()
+        try:
+            yield
+        finally:
+            del self._here.kept
+            kept.lock.release()
+
+    def _reserved(self) -> _Kept:
+        for kept in self._all_kept:
+            if kept.lock.acquire(blocking=False):
+                return kept
+        kept = self._all_kept[0]
+        if not kept.lock.acquire(timeout=threads.PATIENCE_S):
+            kept = _Kept()
+            kept.lock.acquire()
+            self._all_kept.append(kept)
+        return kept
+
+    @property
+    def _kept(self) -> _Kept:
+        if self.is_cpu and not hasattr(self._here, "kept"):
+            self._here.kept = _Kept()
+        kept: _Kept = getattr(self._here, "kept", self._all_kept[0])
+        return kept
 
     @property
     def group(self) -> Group:
         """The devices, opened on first use."""
         self._check_process()
-        group: Group | None = getattr(self._kept, "group", None)
-        if group is None:
-            group = self._kept.group = Group(self.indices, self._machine)
-        return group
+        kept = self._kept
+        if kept.group is None:
+            kept.group = Group(self.indices, self._machine)
+        return kept.group
 
     @property
     def _replicated(self) -> ModelCopies | None:
-        return getattr(self._kept, "replicated", None)
+        return self._kept.replicated
 
     # ---- a forward ------------------------------------------------------------------
 
@@ -145,8 +186,8 @@ class Engine:
             )
         if len(replicas) == 1:
             self._check_devices(parts)
-        streams = group.streams()
-        tasks = []
+        streams, state, n_cores = group.streams(), State(), torch.get_num_threads()
+        tasks: list[Task] = []
         for k, (replica, args, named) in enumerate(
             zip(replicas, inputs, kwargs, strict=True)
         ):
@@ -155,12 +196,15 @@ class Engine:
             where = group.indices[k], streams.handles[k]
             run = partial(self._run_on, *where, call)
             tasks.append(Task(run, k, group.devices[k]))
+            if len(replicas) > 1:
+                tasks[k].enter(state, contextvars.copy_context(), n_cores)
         structure = structure_of(parts)
         outputs: list[Any] = []
         try:
             with InsideReplica():
                 if len(tasks) == 1:
-                    return [tasks[0].run_and_take()]
+                    tasks[0].run()
+                    return [tasks[0].take()]
                 outputs = self._run(parts, replicas, tasks, [*inputs[:1], *kwargs[:1]])
             check_structure(parts, structure)
             return outputs
@@ -179,28 +223,38 @@ class Engine:
         tasks: list[Task],
         arguments: Sequence[Any],
     ) -> list[Any]:
-        if self.is_cpu:
-            return self._run_in_order(parts, replicas, tasks)[0]
         if self._drawn_module is not parts[0]:
-            self._drawn_module, self._draws = parts[0], {}
-        flags = bytes(bool(part.training) for part in parts)
-        key = flags + bytes((torch.is_grad_enabled(),))
+            self._drawn_module, self._draws, self._waiting = parts[0], {}, set()
+        in_order = partial(self._run_in_order, parts, replicas, tasks)
+        if sees_operations():
+            return in_order(None)[0]
+        key = bytes((torch.is_grad_enabled(), *(bool(p.training) for p in parts)))
+        if key in self._waiting:
+            return self._run_side_by_side(tasks, is_apart=True)[0]
         draws = self._draws.get(key)
-        if sees_operations() or (not draws and has_generator(*arguments)):
-            return self._run_in_order(parts, replicas, tasks)[0]
+        if self.is_cpu or (not draws and has_generator(*arguments)):
+            return in_order(key)[0]
         if draws is False:
             outputs, self._draws[key] = self._run_side_by_side(tasks)
             return outputs
-        outputs, found = self._run_in_order(parts, replicas, tasks)
+        outputs, found = in_order(key)
         self._draws[key] = bool(draws) or found or bool(generators_of(parts))
         return outputs
 
     # ---- in order -------------------------------------------------------------------
 
     def _run_in_order(
-        self, parts: list[Module], replicas: Sequence[Module], tasks: list[Task]
+        self,
+        parts: list[Module],
+        replicas: Sequence[Module],
+        tasks: list[Task],
+        key: bytes | None,
     ) -> tuple[list[Any], bool]:
-        """Return the outputs, and whether replicas must not run side by side."""
+        """Return the outputs, and whether replicas must not run side by side.
+
+        If one waits for the next ones, they run side by side, from now on in all calls
+        with this `key`; None: the caller's modes allow no threads.
+        """
         lists = originals.lists_of_classes(parts)
         inner = self._replicated.inner_backwards if self._replicated else None
         watched, this = originals.Originals(parts), object()
@@ -208,7 +262,7 @@ class Engine:
 
         def call(k: int) -> Any:
             """Return replica `k`'s output, if it wrote only to its own tensors."""
-            run = tasks[k].run_and_take
+            run = partial(self._run_or_wait, tasks, k)
             if k > 0 and not self.is_cpu:
                 run = partial(torch_modes.without_saved_tensors_hooks, run)
             before = originals.put(originals.of_replica(lists, parts, replicas[k]))
@@ -221,22 +275,36 @@ class Engine:
             finally:
                 originals.put(before)
             # Otherwise a call in another thread may have made the change.
-            if k > 0 and began_alone and self._last_begun is this:
+            is_alone = began_alone and self._last_begun is this
+            if k > 0 and is_alone and not watch.has_started:
                 watched.check(k)
             else:
                 watched.look()
             return output
 
+        pool = self._kept.threads
+        watch = Watch(tasks, pool.start if key is not None and not lists else None)
         try:
             self._running.add(this)
             began_alone, self._last_begun = len(self._running) == 1, this
-            outputs, draw = self._call_all(
-                [partial(call, k) for k in range(len(tasks))]
-            )
+            with watch:
+                outputs, draw = self._call_all(
+                    [partial(call, k) for k in range(len(tasks))]
+                )
         finally:
             self._running.discard(this)
+            if key is not None and watch.has_started:
+                self._waiting.add(key)
+                pool.drain(tasks)
         has_run_backward = inner is not None and inner.were_seen
         return outputs, draw or bool(lists) or has_run_backward
+
+    def _run_or_wait(self, tasks: list[Task], k: int) -> Any:
+        """Return the output of a replica, which another thread may have begun."""
+        tasks[k].run()
+        if not tasks[k].wait(0):
+            self._kept.threads.wait(tasks)
+        return tasks[k].take()
 
     def _call_all(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], bool]:
         """Return the outputs, and whether replicas used a generator that they share."""
@@ -256,15 +324,18 @@ class Engine:
 
     # ---- in parallel ----------------------------------------------------------------
 
-    def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
-        """Return outputs of replicas on threads, and whether they shared generators."""
+    def _run_side_by_side(
+        self, tasks: list[Task], *, is_apart: bool = False
+    ) -> tuple[list[Any], bool]:
+        """Return outputs of replicas on threads, and whether they shared generators.
+
+        If all are `apart` from this thread, it can leave those behind that wait for one
+        that failed.
+        """
         before = rng.marks()
-        state, n_cores = State(), torch.get_num_threads()
-        for task in tasks[1:]:
-            task.enter(state, contextvars.copy_context(), n_cores)
-        self._threads.run(tasks)
+        self._kept.threads.run(tasks, is_apart=is_apart)
         draws = rng.marks() != before
-        if draws:
+        if draws and not is_apart:
             _log.warning(
                 "a forward of DataParallel drew random numbers of the CPU in replicas "
                 "that ran in parallel: from now on they run one after the other, so "

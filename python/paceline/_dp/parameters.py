@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from paceline import _native
 from paceline._compat import torch_core, torch_graph
 from paceline._dp import segments as segments_
 from paceline._dp.gradients import Gradients
