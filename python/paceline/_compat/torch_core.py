@@ -411,8 +411,8 @@ def accumulation_node(parameter: torch.Tensor) -> Any:
 def is_accumulation_held(leaf: torch.Tensor) -> bool:
     """Tell whether anything holds the node that adds to a leaf's ``.grad``.
 
-    torch does not tell whether the node has hooks.  Whoever registers one must hold the
-    node, because torch itself does not.
+    torch does not tell whether the node has hooks.  Code that registers one must hold
+    the node, because torch itself does not.
     """
     return _count_holders_of_node(leaf) > _holders_of_new_node()
 

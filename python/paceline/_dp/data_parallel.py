@@ -150,7 +150,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     of torch's threads.  Use this to develop, test and teach programs for several GPUs;
     for speed on CPUs use ranks: :func:`paceline.launch` and
     :class:`paceline.DistributedDataParallel`.  It is an error if a replica writes to
-    the module itself (by a lambda over ``self``).
+    the module itself (by a lambda over ``self``).  Replicas that wait for one another
+    run side by side, with a warning.
 
     **On GPUs** each replica has a thread.  Gradients are summed while backward runs, in
     the order of replicas; replica 0's come last.  In 16-bit types the sum is rounded

@@ -12,7 +12,8 @@ use the caller's current stream on each device, and the caller's state in torch
 (``thread_state.py``).
 
 On the CPU they run in order on the caller's thread: torch's own threads already use
-every core, and programs need not be thread-safe.
+every core, and programs need not be thread-safe.  Only replicas that wait for one
+another run side by side there, too (``threads.py``).
 
 Each device has its own generator of random numbers.  If a forward draws from a
 generator that replicas share (the CPU's, Python's, NumPy's, or that of a device with
@@ -98,14 +99,13 @@ class Engine:
     def call(self) -> Iterator[None]:
         """Reserve what a call uses; raise in a forked process with GPUs.
 
-        A forward may wait for another thread's, so calls never wait for each other for
-        long.  On the CPU each thread has its own set; on GPUs, where it holds copies of
-        the model, they share one, and a call makes another if it had to wait.
+        A forward may wait for a call in another thread.  So on the CPU each thread has
+        its own set.  On GPUs, where a set holds copies of the model, a call makes
+        another one only if it has waited for some time.
         """
         self._check_process()
-        if self.is_cpu or hasattr(
-            self._here, "kept"
-        ):  # a gather() may call the wrapper
+        # A subclass's gather() may call the wrapper.
+        if self.is_cpu or hasattr(self._here, "kept"):
             yield
             return
         self._here.kept = kept = self._reserved()
@@ -293,9 +293,9 @@ class Engine:
                 )
         finally:
             self._running.discard(this)
+            pool.drain(tasks)
             if key is not None and watch.has_started:
                 self._waiting.add(key)
-                pool.drain(tasks)
         has_run_backward = inner is not None and inner.were_seen
         return outputs, draw or bool(lists) or has_run_backward
 

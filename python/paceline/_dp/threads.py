@@ -1,9 +1,12 @@
-"""Tasks of replicas, threads for those on GPUs, and the exceptions that replicas raise.
+"""Tasks of replicas, their threads and waits, and the exceptions that they raise.
 
 ::
 
     caller    post 1..n-1 | replica 0 | wait for 1..n-1
     thread k                replica k
+
+Replicas that run in order are watched.  If one waits for another thread for some time,
+as in a synchronised BatchNorm, threads begin the others.
 """
 
 from __future__ import annotations
@@ -143,6 +146,8 @@ def _end(inboxes: list[_Inbox]) -> None:
 
 PATIENCE_S = 2.0
 """How long a thread must wait for another one before this counts as a wait for it."""
+_N_TIMES = 15
+"""Any other call may last this many times as long before the log mentions it."""
 _WAITS = (
     "replica %d of DataParallel waits for another thread, and the replicas after it "
     "have not begun: %s. For a BatchNorm over the whole batch use "
@@ -153,36 +158,29 @@ _STAY = (
     "they must run in order under a mode or transform of torch, or if a class has a "
     "list of its layers, so that this call may never end"
 )
+_STOPPED = (
+    "replica %d of DataParallel has been in one call for %d s: if it waits there for a "
+    "replica that has not begun, it never ends; a wait by threading or queue would "
+    "let that replica begin"
+)
 _STUCK = (
     "replicas %s of DataParallel wait for other threads and do not go on; these have "
     "failed: %s"
 )
 
 
-class _Waits:
-    """Where some threads wait for others, and since when."""
-
-    def __init__(self) -> None:
-        self._places: list[Any] = []
-        self._since = 0.0
-
-    def have_lasted(self, tasks: Sequence[Task]) -> bool:
-        """Tell, once for each wait, whether all tasks have waited for some time."""
-        now, places = time.monotonic(), [_place_of_wait(task.thread) for task in tasks]
-        if places != self._places or None in places:
-            self._places, self._since = places, now
-        elif now - self._since >= PATIENCE_S:
-            self._since = math.inf
-            return True
-        return False
+def _place_of_call(thread: int) -> Any:
+    """Return where a thread is."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else (id(frame), frame.f_lasti)
 
 
-def _place_of_wait(thread: int | None) -> Any:
+def _place_of_wait(thread: int) -> Any:
     """Return where a thread waits by ``threading`` or ``queue``; None if it does not.
 
-    These are waits for another thread; a debugger has stopped the threads it holds.
+    These are waits for another thread, except in a debugger (pydevd).
     """
-    frame = sys._current_frames().get(thread or 0)
+    frame = sys._current_frames().get(thread)
     if frame is None or frame.f_globals.get("__name__") != threading.__name__:
         return None
     while frame is not None and frame.f_globals.get("__name__") in _WAITING:
@@ -193,6 +191,28 @@ def _place_of_wait(thread: int | None) -> Any:
 
 
 _WAITING = (threading.__name__, queue.__name__)
+
+
+class _Waits:
+    """Where some threads wait, and since when."""
+
+    def __init__(
+        self, place_of: Callable[[int], Any] = _place_of_wait, n_times: int = 1
+    ) -> None:
+        self._place_of = place_of
+        self._n_times = n_times
+        self._places: list[Any] = []
+        self._since = 0.0
+
+    def have_lasted(self, tasks: Sequence[Task]) -> bool:
+        """Tell, once for each wait, whether all tasks have waited for some time."""
+        now, places = time.monotonic(), [self._place_of(t.thread or 0) for t in tasks]
+        if places != self._places or None in places:
+            self._places, self._since = places, now
+        elif now - self._since >= PATIENCE_S * self._n_times:
+            self._since = math.inf
+            return True
+        return False
 
 
 class Watch:
@@ -216,6 +236,7 @@ class Watch:
         self._tasks = tasks
         self._start = start
         self._waits = _Waits()
+        self._calls = _Waits(_place_of_call, _N_TIMES)
         self.has_started = False
 
     def __enter__(self) -> Watch:
@@ -232,10 +253,14 @@ class Watch:
     def look(self) -> None:
         """Start the other replicas if the one at work has waited for some time."""
         at_work = [t for t in self._tasks if t.has_begun and not t.wait(0)]
-        if not at_work or not self._waits.have_lasted(at_work):
+        to_begin = [t for t in self._tasks if not t.has_begun]
+        if not at_work:
             return
         replicas = [task.replica for task in at_work]
-        to_begin = [task for task in self._tasks if not task.has_begun]
+        if to_begin and self._calls.have_lasted(at_work):
+            _log.warning(_STOPPED, replicas[0], PATIENCE_S * _N_TIMES)
+        if not self._waits.have_lasted(at_work):
+            return
         if self.has_started:
             failed = [t.replica for t in self._tasks if t.has_failed]
             _log.warning(_STUCK, replicas, failed)
@@ -302,7 +327,7 @@ class ThreadPool:
     def wait(self, tasks: list[Task], *, is_over: bool = False) -> None:
         """Wait until tasks are done; leave those behind that wait for one that failed.
 
-        Their threads may wait for ever: other ones take their places.  If the call
+        Their threads may never end: other ones take their places.  If the call
         `is_over`, leave all behind that wait.
         """
         waits = _Waits()

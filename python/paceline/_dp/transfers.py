@@ -215,11 +215,10 @@ def _own_leaf(leaf: Any, of_replica_0: Any, is_recorded: bool) -> Any:
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.requires_grad and not is_recorded and leaf is not of_replica_0:
-        shared: torch.Tensor = _Shared.apply(leaf)  # type: ignore[no-untyped-call]
-        return shared
-    if leaf is of_replica_0 or leaf.requires_grad or torch_graph.is_transformed():
+    if leaf is of_replica_0 or torch_graph.is_transformed():
         return leaf.clone()
+    if leaf.requires_grad:
+        return leaf.clone() if is_recorded else _Shared.apply(leaf)  # type: ignore[no-untyped-call]
     if type(leaf) is not torch.Tensor or leaf.is_inference():
         return leaf
     return leaf.data

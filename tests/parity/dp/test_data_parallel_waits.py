@@ -8,6 +8,8 @@ import os
 import queue
 import signal
 import threading
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -148,25 +150,35 @@ def test_replicas_that_wait_for_ever_can_be_interrupted(wrap):
         box.answers.put(0)
 
 
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+WAITS = {
+    "under a mode": (Mode, queue.Queue, "this call may never end"),
+    "in a call of C": (nullcontext, queue.SimpleQueue, "has been in one call for 1 s"),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 @ON_EACH
-def test_a_wait_that_threads_cannot_end_is_told_of(wrap, caplog):
+def test_a_wait_that_threads_cannot_end_is_told_of(wrap, wait, caplog, monkeypatch):
+    monkeypatch.setattr(threads, "_N_TIMES", 20)
+    mode, kind, words = wait
     ours, box = waiting(wrap)
+    box.answers = kind()
 
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            return function(*args, **kwargs or {})
+    def answer():
+        while words not in caplog.text:
+            time.sleep(0.01)
+        box.answers.put(0)
 
-    class Answer(threading.Thread):
-        def run(self):
-            while "this call may never end" not in caplog.text:
-                threading.Event().wait(0.01)
-            box.answers.put(0)
-
-    answer = Answer()
-    answer.start()
-    with Mode():
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with mode():
         out = ours(rows(1, 0))
-    answer.join()
+    thread.join()
     assert torch.equal(out, ours.module.layer(rows(1, 0).to(out.device)))
 
 
