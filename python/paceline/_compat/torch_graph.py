@@ -52,14 +52,14 @@ def set_turn(node: Any, turn: int) -> None:
 
 
 def call_with_gradients(
-    tensors: Sequence[torch.Tensor], call: Callable[[torch.Tensor], None]
+    tensors: Sequence[torch.Tensor], hooks: dict[int, Callable[[torch.Tensor], None]]
 ) -> None:
-    """Have each backward call `call` with the gradients of those in a graph.
+    """Have backwards call these hooks with the gradient of each tensor in a graph.
 
-    Unlike a hook of each tensor, it costs no handle each.
+    Tensors share the dict; a hook of each would cost a handle each.
     """
     holder: Any = torch.empty(0)
-    holder._backward_hooks = {0: call}
+    holder._backward_hooks = hooks
     for tensor in tensors:
         if tensor.grad_fn is not None:
             tensor.grad_fn._register_hook_dict(holder)

@@ -102,7 +102,7 @@ class ModelCopies:
                 self._layout = None
         for k, own in enumerate(of_replicas, 1):
             copies = _moved(streams, moved, k)
-            torch_graph.call_with_gradients(copies, self.inner_backwards.see)
+            torch_graph.call_with_gradients(copies, self.inner_backwards.hooks)
             self._leaves.append((k, moved, copies))
             own += copies
         return tensors, ids, of_replicas
@@ -122,6 +122,7 @@ class ModelCopies:
         backward gives gradients too.
         """
         leaves, self._leaves = self._leaves, []
+        self.inner_backwards.hooks.clear()
         will_come = torch.is_grad_enabled() or any(map(has_graph, outputs))
         late, pairs = [], []
         for member, originals, copies in leaves:
@@ -300,6 +301,6 @@ def _moved(
         given = [t if is_recorded and t.requires_grad else t.detach() for t in tensors]
         copies = move(streams, way, given)
         for copy, tensor in zip(copies, tensors, strict=True):
-            if copy.grad_fn is None:
-                copy.requires_grad_(tensor.requires_grad)
+            if tensor.requires_grad and not copy.requires_grad:
+                copy.requires_grad_()
         return list(map(as_original, copies, tensors))
