@@ -409,6 +409,28 @@ def accumulation_node(parameter: torch.Tensor) -> Any:
     return node.next_functions[0][0] if node is not None else None
 
 
+def is_accumulation_held(leaf: torch.Tensor) -> bool:
+    """Tell whether anything holds the node that adds to a leaf's ``.grad``.
+
+    torch does not tell whether the node has hooks.  Code that registers one must hold
+    the node, because torch itself does not.
+    """
+    return _count_holders_of_node(leaf) > _holders_of_new_node()
+
+
+@functools.cache
+def _holders_of_new_node() -> int:
+    return _count_holders_of_node(torch.ones(1, requires_grad=True))
+
+
+def _count_holders_of_node(leaf: torch.Tensor) -> int:
+    with torch.enable_grad():
+        view = leaf.view_as(leaf)  # holds the node itself, as any graph may
+    if view.grad_fn is None:
+        return 0
+    return sys.getrefcount(view.grad_fn.next_functions[0][0])
+
+
 def has_buffer_property() -> bool:
     """Tell whether torch has deprecated ``broadcast_buffers`` (2.13)."""
     ddp = torch.nn.parallel.DistributedDataParallel

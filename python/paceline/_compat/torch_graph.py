@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 from torch.nn.parallel import distributed
 from torch.nn.utils import stateless
+from torch.utils import checkpoint
 
 from paceline._compat import torch_modes
 
@@ -49,6 +51,20 @@ def set_turn(node: Any, turn: int) -> None:
     node._set_sequence_nr(turn)
 
 
+def call_with_gradients(
+    tensors: Sequence[torch.Tensor], hooks: dict[int, Callable[[torch.Tensor], None]]
+) -> None:
+    """Have backwards call these hooks with the gradient of each tensor in a graph.
+
+    Tensors share the dict; a hook of each would cost a handle each.
+    """
+    holder: Any = torch.empty(0)
+    holder._backward_hooks = hooks
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn._register_hook_dict(holder)
+
+
 def is_functional_call(module: torch.nn.Module) -> bool:
     """Tell whether this thread runs ``module`` inside ``functional_call``."""
     frame: Any = sys._getframe(1)
@@ -59,6 +75,28 @@ def is_functional_call(module: torch.nn.Module) -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+def checkpoints() -> Iterator[Any]:
+    """Yield the checkpoints that this call is in, from the innermost.
+
+    Each is an object that stays the same when a backward repeats the call: a
+    checkpoint's own record, or the context of a ``torch.autograd.Function``.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code, found = frame.f_code, None
+        if code.co_filename == checkpoint.__file__:
+            held = frame.f_locals
+            generator = getattr(held.get("gen"), "gi_frame", None)  # of checkpoint()
+            outer = held if generator is None else generator.f_locals
+            found = outer.get("new_frame", outer.get("frame"))
+        if code.co_name in ("forward", "backward") and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            found = first if isinstance(first, FunctionCtx) else found
+        if found is not None:
+            yield found
+        frame = frame.f_back
 
 
 _is_rpc_used = getattr(

@@ -75,6 +75,16 @@ def has_saved_tensors_hooks() -> bool:
     return False
 
 
+def is_mutation_allowed() -> bool:
+    """Tell whether ``allow_mutation_on_saved_tensors`` is on, in any thread.
+
+    It copies a tensor that is changed if an operation has saved a tensor with the same
+    address: replicas save tensors with other ones.
+    """
+    name = "_allow_mutation_on_saved_tensors_enabled"
+    return bool(getattr(torch.autograd.graph, name, False))
+
+
 def _are_hooks_forbidden() -> bool:
     return _hooks._saved_tensors_hooks_get_disabled_error_message() is not None
 

@@ -23,6 +23,7 @@ from paceline._recorder import Steps
 
 _log = logging.getLogger("paceline")
 _starting = threading.Lock()
+_IS_INNER = "paceline_is_inner"  # what a checkpoint notes of the calls inside it
 
 
 class _Arguments(tuple[Any, ...]):
@@ -154,7 +155,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
     of torch's threads.  Use this to develop, test and teach programs for several GPUs;
     for speed on CPUs use ranks: :func:`paceline.launch` and
     :class:`paceline.DistributedDataParallel`.  It is an error if a replica writes to
-    the module itself (by a lambda over ``self``).
+    the module itself (by a lambda over ``self``).  Replicas that wait for one another
+    run side by side, with a warning.
 
     **On GPUs** each replica has a thread.  Gradients are summed while backward runs, in
     the order of replicas; replica 0's come last.  In 16-bit types the sum is rounded
@@ -168,7 +170,6 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
 
     __module__ = "paceline"
 
-    _ways: frozenset[bool] = frozenset()  # is_inner of calls that a backward may repeat
     # For subclasses that skip the constructor:
     _alone_because = "a subclass has set device_ids"
     _engine: Engine | None = None
@@ -256,7 +257,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             ids = ids[:1]
             if not self._are_gpus:
                 return self._call_plainly(inputs, kwargs)
-        with engine.lock, self._recorded_steps():
+        with engine.call(), self._recorded_steps():
             args, named = self.scatter(inputs, kwargs, ids)
             sizes = _sizes_of(args)
             args, named = _checked(len(ids), args, named)
@@ -278,17 +279,17 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         if is_replica(self):
             return True
         is_inner = is_inside_replica()
-        if torch_graph.current_task() >= 0 and not is_inner:
-            if len(self._ways) > 1:
-                raise RuntimeError(
-                    "a backward repeats a call of a DataParallel, most likely by a "
-                    "checkpoint, and that wrapper was called both by itself and inside "
-                    "another DataParallel: use a separate wrapper for each"
-                )
-            return True in self._ways
         # A checkpoint sets hooks on saved tensors, or turns gradients off.
-        if not torch.is_grad_enabled() or torch_modes.has_saved_tensors_hooks():
-            self._ways |= {is_inner}
+        is_plain = torch.is_grad_enabled() and not torch_modes.has_saved_tensors_hooks()
+        is_backward = torch_graph.current_task() >= 0
+        if is_plain and not is_backward:
+            return is_inner
+        records = list(torch_graph.checkpoints())
+        if is_backward and not is_inner:
+            noted = (vars(record).get(_IS_INNER) for record in records)
+            is_inner = next((known for known in noted if known is not None), False)
+        for record in records:
+            vars(record).setdefault(_IS_INNER, is_inner)
         return is_inner
 
     def _engine_for(self, device_ids: Sequence[Any]) -> Engine:

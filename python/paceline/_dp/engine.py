@@ -12,7 +12,8 @@ use the caller's current stream on each device, and the caller's state in torch
 (``thread_state.py``).
 
 On the CPU they run in order on the caller's thread: torch's own threads already use
-every core, and programs need not be thread-safe.
+every core, and programs need not be thread-safe.  Only replicas that wait for one
+another run side by side there, too (``threads.py``).
 
 Each device has its own generator of random numbers.  If a forward draws from a
 generator that replicas share (the CPU's, Python's, NumPy's, or that of a device with
@@ -35,10 +36,9 @@ import contextvars
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,13 +46,13 @@ from torch.nn import Module
 
 from paceline import _gpu, _native
 from paceline._compat import torch_modes
-from paceline._dp import originals, rng, transfers
+from paceline._dp import originals, rng, threads, transfers
 from paceline._dp.generators import has_generator, have_generator
 from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Trained, held_by, parts_of
 from paceline._dp.thread_state import State, sees_operations
-from paceline._dp.threads import InsideReplica, Task, ThreadPool
+from paceline._dp.threads import InsideReplica, Task, Watch
 
 _log = logging.getLogger("paceline")
 
@@ -62,6 +62,16 @@ _DRAWN = (
     "that runs can be repeated. If another thread draws them, give that thread its own "
     "generator (torch.Generator, random.Random, numpy.random.default_rng)"
 )
+
+
+class _Kept:
+    """What a call uses, kept for the next one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.group: Group | None = None
+        self.replicated: ModelCopies | None = None
+        self.threads = threads.ThreadPool()
 
 
 class Engine:
@@ -79,12 +89,11 @@ class Engine:
         self.indices = list(indices)
         self.is_cpu = is_cpu
         self._machine: Any = HOST if is_cpu else _gpu.machine
-        self._lock = threading.RLock()  # a subclass's gather() may call the wrapper
         self._process = os.getpid()
-        # On the CPU a forward may wait for another thread's: each thread has its own.
-        self._kept: Any = threading.local() if is_cpu else SimpleNamespace()
-        self._threads = ThreadPool()
+        self._all_kept = [_Kept()]  # on GPUs
+        self._here: Any = threading.local()
         self._draws: dict[bytes, bool | None] = {}  # None: find out
+        self._waiting: set[bytes] = set()
         self._drawn_module: Module | None = None
         self._has_warned = False
         self._running: set[object] = set()
@@ -97,24 +106,56 @@ class Engine:
                 "processes by spawn, and create the wrapper there"
             )
 
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """The lock that a call holds; raises in a forked process with GPUs."""
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Reserve what a call uses; raise in a forked process with GPUs.
+
+        A forward may wait for a call in another thread.  So on the CPU each thread has
+        its own set.  On GPUs, where a set holds copies of the model, a call makes
+        another one only if it has waited for some time.
+        """
         self._check_process()
-        return nullcontext() if self.is_cpu else self._lock
+        # A subclass's gather() may call the wrapper.
+        if self.is_cpu or hasattr(self._here, "kept"):
+            yield
+            return
+        self._here.kept = kept = self._reserved()
+        try:
+            yield
+        finally:
+            del self._here.kept
+            kept.lock.release()
+
+    def _reserved(self) -> _Kept:
+        for kept in self._all_kept:
+            if kept.lock.acquire(blocking=False):
+                return kept
+        kept = self._all_kept[0]
+        if not kept.lock.acquire(timeout=threads.PATIENCE_S):
+            kept = _Kept()
+            kept.lock.acquire()
+            self._all_kept.append(kept)
+        return kept
+
+    @property
+    def _kept(self) -> _Kept:
+        if self.is_cpu and not hasattr(self._here, "kept"):
+            self._here.kept = _Kept()
+        kept: _Kept = getattr(self._here, "kept", self._all_kept[0])
+        return kept
 
     @property
     def group(self) -> Group:
         """The devices, opened on first use."""
         self._check_process()
-        group: Group | None = getattr(self._kept, "group", None)
-        if group is None:
-            group = self._kept.group = Group(self.indices, self._machine)
-        return group
+        kept = self._kept
+        if kept.group is None:
+            kept.group = Group(self.indices, self._machine)
+        return kept.group
 
     @property
     def _replicated(self) -> ModelCopies | None:
-        return getattr(self._kept, "replicated", None)
+        return self._kept.replicated
 
     def forget_model(self) -> None:
         """Drop all that holds the model, before a further call with the same one."""
@@ -125,11 +166,13 @@ class Engine:
     def place(self, scattered: _native.Scattered) -> list[Any]:
         """Return the arguments of each replica, on its device."""
         self._refuse_capture()
-        streams = self.group.streams()
-        return [
-            transfers.to_member(streams, scattered, k)
-            for k in range(len(scattered.sizes))
-        ]
+        streams, is_recorded = self.group.streams(), torch.is_grad_enabled()
+        # The forward may turn gradients on: inputs that require some have a graph.
+        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+            return [
+                transfers.to_member(streams, scattered, k, is_recorded)
+                for k in range(len(scattered.sizes))
+            ]
 
     def replicas(self, module: Module, n_replicas: int) -> list[Module]:
         """Return the module, and replicas of it on their devices."""
@@ -158,8 +201,8 @@ class Engine:
             )
         if len(replicas) == 1:
             self._check_devices(parts)
-        streams = group.streams()
-        tasks = []
+        streams, state, n_cores = group.streams(), State(), torch.get_num_threads()
+        tasks: list[Task] = []
         for k, (replica, args, named) in enumerate(
             zip(replicas, inputs, kwargs, strict=True)
         ):
@@ -168,11 +211,14 @@ class Engine:
             where = group.indices[k], streams.handles[k]
             run = partial(self._run_on, *where, call)
             tasks.append(Task(run, k, group.devices[k]))
+            if len(replicas) > 1:
+                tasks[k].enter(state, contextvars.copy_context(), n_cores)
         outputs: list[Any] = []
         try:
             with InsideReplica():
                 if len(tasks) == 1:
-                    return [tasks[0].run_and_take()]
+                    tasks[0].run()
+                    return [tasks[0].take()]
                 trained = Trained(replicas)
                 outputs = self._run(parts, replicas, tasks, [*inputs[:1], *kwargs[:1]])
             trained.check(outputs)
@@ -192,23 +238,26 @@ class Engine:
         tasks: list[Task],
         arguments: Sequence[Any],
     ) -> list[Any]:
-        if self.is_cpu:
-            return self._run_in_order(parts, replicas, tasks)[0]
-        indices = dict.fromkeys(self.indices[: len(tasks)])
-        rng.seed_apart(map(self._machine.generator, indices))
+        if not self.is_cpu:
+            indices = dict.fromkeys(self.indices[: len(tasks)])
+            rng.seed_apart(map(self._machine.generator, indices))
         if self._drawn_module is not parts[0]:
             if self._drawn_module is not None:
-                self._draws = {}
+                self._draws, self._waiting = {}, set()
             self._drawn_module = parts[0]
-        flags = bytes(bool(part.training) for part in parts)
-        key = flags + bytes((torch.is_grad_enabled(),))
+        in_order = partial(self._run_in_order, parts, replicas, tasks)
+        if sees_operations():
+            return in_order(None)[0]
+        key = bytes((torch.is_grad_enabled(), *(bool(p.training) for p in parts)))
+        if key in self._waiting:
+            return self._run_side_by_side(tasks, is_apart=True)[0]
         draws = self._draws.get(key)
-        if sees_operations() or (not draws and has_generator(*arguments)):
-            return self._run_in_order(parts, replicas, tasks)[0]
+        if self.is_cpu or (not draws and has_generator(*arguments)):
+            return in_order(key)[0]
         if draws is False:
             outputs, draws = self._run_side_by_side(tasks)
         else:
-            outputs, found = self._run_in_order(parts, replicas, tasks)
+            outputs, found = in_order(key)
             if draws is None:
                 draws = have_generator(parts) if found is False else found
         self._draws[key] = draws
@@ -220,45 +269,69 @@ class Engine:
     # ---- in order -------------------------------------------------------------------
 
     def _run_in_order(
-        self, parts: list[Module], replicas: Sequence[Module], tasks: list[Task]
+        self,
+        parts: list[Module],
+        replicas: Sequence[Module],
+        tasks: list[Task],
+        key: bytes | None,
     ) -> tuple[list[Any], bool | None]:
         """Return the outputs, and whether replicas must not run side by side.
 
-        None if the next call must find out, because several may have drawn.
+        The latter is None if the next call must find out, because several may have
+        drawn.  If a replica waits for the next ones, they run side by side, from now on
+        in all calls with this `key`; None: the caller's modes allow no threads.
         """
         lists = originals.lists_of_classes(parts)
         inner = self._replicated.inner_backwards if self._replicated else None
         watched, this = originals.Originals(parts), object()
+        is_recorded = torch.is_grad_enabled()
 
         def call(k: int) -> Any:
             """Return replica `k`'s output, if it wrote only to its own tensors."""
-            run = tasks[k].run_and_take
+            run = partial(self._run_or_wait, tasks, k)
             if k > 0 and not self.is_cpu:
                 run = partial(torch_modes.without_saved_tensors_hooks, run)
             before = originals.put(originals.of_replica(lists, parts, replicas[k]))
             try:
-                with inner if k > 0 and inner is not None else nullcontext():
+                if k == 0:
                     output = run()
+                else:  # replica 0 may leave another mode to the caller
+                    with inner or nullcontext(), torch.set_grad_enabled(is_recorded):
+                        output = run()
             finally:
                 originals.put(before)
             # Otherwise a call in another thread may have made the change.
-            if k > 0 and began_alone and self._last_begun is this:
+            is_alone = began_alone and self._last_begun is this
+            if k > 0 and is_alone and not watch.has_started:
                 watched.check(k)
             else:
                 watched.look()
             return output
 
+        pool = self._kept.threads
+        watch = Watch(tasks, pool.start if key is not None and not lists else None)
         try:
             self._running.add(this)
             self._last_begun = this  # before the next line: threads may switch
             began_alone = len(self._running) == 1
-            outputs, draw = self._call_all(
-                [partial(call, k) for k in range(len(tasks))]
-            )
+            with watch:
+                outputs, draw = self._call_all(
+                    [partial(call, k) for k in range(len(tasks))]
+                )
         finally:
             self._running.discard(this)
+            pool.drain(tasks)
+            if key is not None and watch.has_started:
+                self._waiting.add(key)
         has_run_backward = inner is not None and inner.were_seen
         return outputs, True if lists or has_run_backward else draw
+
+    def _run_or_wait(self, tasks: list[Task], k: int) -> Any:
+        """Return the output of a replica, which another thread may have begun."""
+        tasks[k].run()
+        if not tasks[k].wait(0):
+            self._kept.threads.wait(tasks)
+        return tasks[k].take()
 
     def _call_all(
         self, calls: list[Callable[[], Any]]
@@ -280,16 +353,16 @@ class Engine:
 
     # ---- in parallel ----------------------------------------------------------------
 
-    def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool | None]:
+    def _run_side_by_side(
+        self, tasks: list[Task], *, is_apart: bool = False
+    ) -> tuple[list[Any], bool | None]:
         """Return outputs of replicas on threads; None if numbers were drawn, or False.
 
-        Another thread may have drawn them: the next call finds out.
+        Another thread may have drawn them: the next call finds out.  If all are `apart`
+        from this thread, it can leave those behind that wait for one that failed.
         """
         before = self._marks()
-        state, n_cores = State(), torch.get_num_threads()
-        for task in tasks[1:]:
-            task.enter(state, contextvars.copy_context(), n_cores)
-        self._threads.run(tasks)
+        self._kept.threads.run(tasks, is_apart=is_apart)
         draws = None if self._marks() != before else False
         return [task.take() for task in tasks], draws
 
@@ -322,13 +395,15 @@ class Engine:
     ) -> Any:
         """Return the output for the whole batch, on a device."""
         join = None if self.is_cpu else transfers.Joiner(self.group.streams(), output)
-        return _native.gather(list(outputs), sizes or (), dim, join)
+        with _recorded(outputs):
+            return _native.gather(list(outputs), sizes or (), dim, join)
 
     def bring(self, output: Any, where: torch.device) -> Any:
         """Return the output of one replica, on a device."""
         if self.is_cpu:
             return output
-        return transfers.Joiner(self.group.streams(), where).of_replica_0(output)
+        with _recorded([output]):
+            return transfers.Joiner(self.group.streams(), where).of_replica_0(output)
 
     def _run_on(self, index: int, stream: Any, call: Callable[[], Any]) -> Any:
         with self._machine.on(index, stream):
@@ -342,3 +417,12 @@ class Engine:
                 "several GPUs cannot be part of a graph; capture the module inside it "
                 "instead, or train with DistributedDataParallel"
             )
+
+
+def _recorded(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Return a context that records a graph if the caller does, or if outputs have one.
+
+    A forward may turn gradients on or off.
+    """
+    has_graph = torch.is_grad_enabled() or any(map(transfers.has_graph, outputs))
+    return torch.set_grad_enabled(has_graph)

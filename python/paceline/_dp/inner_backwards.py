@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class InnerBackwards:
     ----------
     were_seen : bool
         Whether a replica that has copies ran one.
+    hooks : dict
+        Called with the gradients of copies, until the forward clears it.
     """
 
     def __init__(self, parts: list[Module]) -> None:
@@ -30,6 +33,7 @@ class InnerBackwards:
         self._tasks: set[int] = set()
         self._has_grads = False
         self.were_seen = False
+        self.hooks: dict[int, Callable[[torch.Tensor], None]] = {0: self.see}
 
     def __enter__(self) -> None:
         """Note that a replica's forward begins."""

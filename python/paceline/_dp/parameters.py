@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from paceline import _native
 from paceline._compat import torch_core, torch_graph
 from paceline._dp import segments as segments_
 from paceline._dp.gradients import Gradients
@@ -24,14 +23,18 @@ from paceline._dp.group import N_SLOTS, Group, Streams
 from paceline._dp.inner_backwards import InnerBackwards
 from paceline._dp.replicate import (
     as_original,
-    has_more_behind,
     replica_of,
     tensors_of,
-    unused_gradient,
 )
 from paceline._dp.segments import HeldBlocks, Layout, Segment, ids_of
 from paceline._dp.shells import Shells
-from paceline._dp.transfers import at_member, is_by_torch, move
+from paceline._dp.transfers import (
+    at_member,
+    has_graph,
+    is_by_torch,
+    move,
+    tensors_with_graph,
+)
 
 _log = logging.getLogger("paceline")
 
@@ -84,17 +87,10 @@ class ModelCopies:
         """Return the model's tensors and ids, and each further replica's copies."""
         of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         if by_torch or self._group.is_cpu:
+            # On the CPU, keeping blocks of memory gains nothing.
             tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
             moved = tensors
-        if self._group.is_cpu and not by_torch:
-            # On the CPU, keeping blocks of memory gains nothing.
-            together = list(filter(_is_alone_in_graph, tensors))
-            moved = [t for t in tensors if not _is_alone_in_graph(t)]
-            tensors = together + moved
-            for own in of_replicas if together else ():
-                made = _Copies.apply(self.inner_backwards, *together)  # type: ignore[no-untyped-call]
-                own += map(as_original, made, together)
-        elif not by_torch:
+        else:
             layout = self._layout_of(parts)
             tensors, ids, moved = layout.tensors, layout.ids, layout.others
             self._group.settle()  # left by a failed backward
@@ -106,9 +102,7 @@ class ModelCopies:
                 self._layout = None
         for k, own in enumerate(of_replicas, 1):
             copies = _moved(streams, moved, k)
-            for copy in copies:
-                if copy.grad_fn is not None:
-                    copy.register_hook(self.inner_backwards.see)  # type: ignore[no-untyped-call]
+            torch_graph.call_with_gradients(copies, self.inner_backwards.hooks)
             self._leaves.append((k, moved, copies))
             own += copies
         return tensors, ids, of_replicas
@@ -128,8 +122,9 @@ class ModelCopies:
         backward gives gradients too.
         """
         leaves, self._leaves = self._leaves, []
-        will_come = torch.is_grad_enabled() or any(map(_has_graph, outputs))
-        late = []
+        self.inner_backwards.hooks.clear()
+        will_come = torch.is_grad_enabled() or any(map(has_graph, outputs))
+        late, pairs = [], []
         for member, originals, copies in leaves:
             for original, copy in zip(originals, copies, strict=True):
                 if not copy.is_leaf:
@@ -139,8 +134,12 @@ class ModelCopies:
                 if will_come and copy.requires_grad:
                     accumulate = partial(_accumulate, streams, member, original)
                     late.append((copy, partial(_accumulate_later, accumulate)))
+                    pairs.append((original, copy))
         for copy, hook in late:
             copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for output in tensors_with_graph(outputs[0]) if pairs else ():
+            if output.grad_fn is not None:
+                output.register_hook(partial(_refuse_to_return, pairs))  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Remove what a forward has set, in replicas that nothing else holds."""
@@ -257,11 +256,22 @@ def _accumulate_later(
     torch_core.at_end_of_backward(later)
 
 
-def _has_graph(output: Any) -> bool:
-    return any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        for leaf in _native.flatten(output)[1]
-    )
+def _refuse_to_return(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], _: torch.Tensor
+) -> None:
+    """Raise if a backward asks for gradients that only ``.grad`` gets from replicas."""
+    for original, copy in pairs:
+        is_added = torch_core.accumulates(torch_core.accumulation_node(copy))
+        if original.is_leaf:
+            node = torch_core.accumulation_node(original)
+            if is_added or not torch_graph.will_run(node):
+                continue
+        raise RuntimeError(
+            "the forward of DataParallel turned gradients on by itself (enable_grad, "
+            "requires_grad_): only backward() without inputs= gives gradients to its "
+            "parameters. For torch.autograd.grad, call the DataParallel with gradients "
+            "on and with parameters that require them"
+        )
 
 
 def _memory_of(layout: Layout, group: Group) -> str:
@@ -280,12 +290,6 @@ def _memory_of(layout: Layout, group: Group) -> str:
     )
 
 
-def _is_alone_in_graph(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is trained, without hooks and without a graph."""
-    trained = tensor.requires_grad and torch.is_grad_enabled()
-    return trained and not has_more_behind(tensor)
-
-
 def _moved(
     streams: Streams, tensors: Sequence[torch.Tensor], member: int
 ) -> list[torch.Tensor]:
@@ -294,40 +298,9 @@ def _moved(
     if torch_graph.is_transformed():
         return move(streams, way, tensors)
     with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-        # A node each: it must not run if no replica has used the tensor.
-        in_graph = {
-            i: move(streams, way, [tensor])[0]
-            for i, tensor in enumerate(tensors)
-            if is_recorded and tensor.requires_grad
-        }
-        others = [t.detach() for i, t in enumerate(tensors) if i not in in_graph]
-        copies = iter(move(streams, way, others))
-        return [
-            as_original(in_graph[i], tensor)
-            if i in in_graph
-            else as_original(next(copies).requires_grad_(tensor.requires_grad), tensor)
-            for i, tensor in enumerate(tensors)
-        ]
-
-
-class _Copies(torch.autograd.Function):
-    """Copies of parameters; gradients go to the parameters.
-
-    One node serves all, so it runs everything behind each of them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, inner: InnerBackwards, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.inner, ctx.tensors = inner, tensors
-        return tuple([tensor.detach().clone() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.inner.see()
-        pairs = zip(ctx.tensors, grads, strict=True)
-        return None, *(
-            unused_gradient(t) if grad is None else grad for t, grad in pairs
-        )
+        given = [t if is_recorded and t.requires_grad else t.detach() for t in tensors]
+        copies = move(streams, way, given)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            if tensor.requires_grad and not copy.requires_grad:
+                copy.requires_grad_()
+        return list(map(as_original, copies, tensors))

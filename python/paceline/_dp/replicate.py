@@ -26,7 +26,7 @@ import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
 from paceline import _native
-from paceline._compat import torch_core, torch_graph
+from paceline._compat import torch_core, torch_graph, torch_modes
 
 _PLAIN_COPY = torch_core.PLAIN_COPY
 OWN_KEYS = frozenset(Module().__dict__)
@@ -78,6 +78,8 @@ def alone_because(module: torch.nn.Module) -> str | None:
             )
     if any(tensor.is_inference() for tensor in held_by(parts)):
         return "a parameter or buffer was made in torch.inference_mode()"
+    if torch_modes.is_mutation_allowed():
+        return "in allow_mutation_on_saved_tensors() torch must see the whole batch"
     return None
 
 
@@ -92,7 +94,11 @@ def has_more_behind(tensor: torch.Tensor) -> bool:
 
     They must not run if no replica has used the tensor.
     """
-    return not tensor.is_leaf or has_hooks(tensor)
+    return (
+        not tensor.is_leaf
+        or has_hooks(tensor)
+        or torch_core.is_accumulation_held(tensor)
+    )
 
 
 def unused_gradient(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,20 +1,28 @@
-"""Tasks of replicas, threads for those on GPUs, and the exceptions that replicas raise.
+"""Tasks of replicas, their threads and waits, and the exceptions that they raise.
 
 ::
 
     caller    post 1..n-1 | replica 0 | wait for 1..n-1
     thread k                replica k
+
+Replicas that run in order are watched.  If one waits for another thread for some time,
+as in a synchronised BatchNorm, threads begin the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
+import logging
+import math
 import queue
+import sys
 import threading
+import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +32,7 @@ from paceline._compat import torch_core
 from paceline._dp.thread_state import State
 
 _local = threading.local()
+_log = logging.getLogger("paceline")
 
 
 def is_inside_replica() -> bool:
@@ -44,50 +53,67 @@ class InsideReplica:
 
 
 class Task:
-    """One forward of one replica, run once."""
+    """One forward of one replica, run once, by the first thread that asks for it."""
 
     def __init__(
         self, call: Callable[[], Any], replica: int, device: torch.device
     ) -> None:
-        self._call: Callable[[], Any] | None = call
-        self._replica = replica
+        self._calls = [call]
+        self._elsewhere: Callable[[Callable[[], Any]], Any] | None = None
+        self.replica = replica
         self._device = device
         self._caller = threading.get_ident()
         self._is_done = threading.Lock()
         self._is_done.acquire()
+        self.thread: int | None = None
+        self.has_failed = self.is_left_behind = False
         self.output: Any = None
         self.error: BaseException | None = None
 
     def enter(self, state: State, context: contextvars.Context, share: int) -> None:
-        """Make it run in another thread's state, with `share` cores."""
-        assert self._call is not None
-        self._call = partial(state.run, context, share, self._call)
+        """If another thread runs it, use this state, and `share` cores."""
+        self._elsewhere = partial(state.run, context, share)
 
     def run(self) -> None:
         """Run the call; keep its output or its error, and raise nothing."""
-        call, self._call = self._call, None
-        assert call is not None
         try:
-            self.output = call()
+            call = self._calls.pop()
+        except IndexError:  # begun by another thread
+            return
+        self.thread = threading.get_ident()
+        is_mine = self.thread == self._caller
+        try:
+            if is_mine or self._elsewhere is None:
+                self.output = call()
+            else:
+                self.output = self._elsewhere(call)
         except BaseException as error:
-            is_mine = threading.get_ident() == self._caller
+            self.has_failed = True
             if is_mine and not isinstance(error, Exception):
                 self.error = error  # Ctrl-C, an exit
             else:
-                self.error = as_of_replica(error, self._replica, self._device)
+                self.error = as_of_replica(error, self.replica, self._device)
         finally:
             del call
             self._is_done.release()
 
-    def run_and_take(self) -> Any:
-        """Run the call, and return what it returns, or raise what it raises."""
-        self.run()
-        return self.take()
+    @property
+    def has_begun(self) -> bool:
+        """Whether a thread runs it, or has run it."""
+        return not self._calls
 
-    def wait(self) -> None:
-        """Wait until it has run; an interrupted wait may be repeated."""
-        with self._is_done:
-            pass
+    def cancel(self) -> None:
+        """Count as done if no thread has begun it."""
+        with contextlib.suppress(IndexError):
+            self._calls.pop()
+            self._is_done.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has run, and tell so; an interrupted wait may be repeated."""
+        if not self._is_done.acquire(timeout=timeout_s):
+            return False
+        self._is_done.release()
+        return True
 
     def take(self) -> Any:
         """Return what the replica returned, or raise what it raised."""
@@ -116,6 +142,149 @@ def _end(inboxes: list[_Inbox]) -> None:
         inbox.put(None)
 
 
+# ---- replicas that wait for one another ---------------------------------------------
+
+PATIENCE_S = 2.0
+"""How long a thread must wait for another one before this counts as a wait for it."""
+_N_TIMES = 15
+"""Any other call may last this many times as long before the log mentions it."""
+_WAITS = (
+    "replica %d of DataParallel waits for another thread, and the replicas after it "
+    "have not begun: %s. For a BatchNorm over the whole batch use "
+    "torch.nn.SyncBatchNorm over ranks, with paceline.DistributedDataParallel"
+)
+_GO_ON = "from now on replicas of this model run side by side"
+_STAY = (
+    "they must run in order under a mode or transform of torch, or if a class has a "
+    "list of its layers, so that this call may never end"
+)
+_STOPPED = (
+    "replica %d of DataParallel has been in one call for %d s: if it waits there for a "
+    "replica that has not begun, it never ends; a wait by threading or queue would "
+    "let that replica begin"
+)
+_STUCK = (
+    "replicas %s of DataParallel wait for other threads and do not go on; these have "
+    "failed: %s"
+)
+
+
+def _place_of_call(thread: int) -> Any:
+    """Return where a thread is."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _place_of_wait(thread: int) -> Any:
+    """Return where a thread waits by ``threading`` or ``queue``; None if it does not.
+
+    These are waits for another thread, except in a debugger (pydevd).
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None or frame.f_globals.get("__name__") != threading.__name__:
+        return None
+    while frame is not None and frame.f_globals.get("__name__") in _WAITING:
+        frame = frame.f_back
+    if frame is None or "pydev" in str(frame.f_globals.get("__name__")):
+        return None
+    return id(frame), frame.f_lasti
+
+
+_WAITING = (threading.__name__, queue.__name__)
+
+
+class _Waits:
+    """Where some threads wait, and since when."""
+
+    def __init__(
+        self, place_of: Callable[[int], Any] = _place_of_wait, n_times: int = 1
+    ) -> None:
+        self._place_of = place_of
+        self._n_times = n_times
+        self._places: list[Any] = []
+        self._since = 0.0
+
+    def have_lasted(self, tasks: Sequence[Task]) -> bool:
+        """Tell, once for each wait, whether all tasks have waited for some time."""
+        now, places = time.monotonic(), [self._place_of(t.thread or 0) for t in tasks]
+        if places != self._places or None in places:
+            self._places, self._since = places, now
+        elif now - self._since >= PATIENCE_S * self._n_times:
+            self._since = math.inf
+            return True
+        return False
+
+
+class Watch:
+    """Watches replicas that run in order; starts all if one waits for another thread.
+
+    Parameters
+    ----------
+    tasks : list of Task
+        The replicas.
+    start : callable or None
+        Starts those that have not begun; None: only say that one waits.
+
+    Attributes
+    ----------
+    has_started : bool
+    """
+
+    def __init__(
+        self, tasks: list[Task], start: Callable[[Sequence[Task]], None] | None
+    ) -> None:
+        self._tasks = tasks
+        self._start = start
+        self._waits = _Waits()
+        self._calls = _Waits(_place_of_call, _N_TIMES)
+        self.has_started = False
+
+    def __enter__(self) -> Watch:
+        _watched.add(self)
+        if not (_watchers and _watchers[-1].is_alive()):  # the first, or after a fork
+            thread = threading.Thread(target=_look, name="paceline-watch", daemon=True)
+            _watchers[:] = [thread]
+            thread.start()
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        _watched.discard(self)
+
+    def look(self) -> None:
+        """Start the other replicas if the one at work has waited for some time."""
+        at_work = [t for t in self._tasks if t.has_begun and not t.wait(0)]
+        to_begin = [t for t in self._tasks if not t.has_begun]
+        if not at_work:
+            return
+        replicas = [task.replica for task in at_work]
+        if to_begin and self._calls.have_lasted(at_work):
+            _log.warning(_STOPPED, replicas[0], PATIENCE_S * _N_TIMES)
+        if not self._waits.have_lasted(at_work):
+            return
+        if self.has_started:
+            failed = [t.replica for t in self._tasks if t.has_failed]
+            _log.warning(_STUCK, replicas, failed)
+        elif to_begin:
+            _log.warning(_WAITS, replicas[0], _GO_ON if self._start else _STAY)
+            if self._start:
+                self.has_started = True
+                self._start(to_begin)
+
+
+_watched: set[Watch] = set()
+_watchers: list[threading.Thread] = []
+
+
+def _look() -> None:
+    while True:
+        time.sleep(PATIENCE_S / 4)
+        for watch in list(_watched):
+            watch.look()
+
+
+# ---- threads ------------------------------------------------------------------------
+
+
 class ThreadPool:
     """Threads that end with this object."""
 
@@ -136,29 +305,53 @@ class ThreadPool:
             thread.start()
             self._inboxes.append(inbox)
 
-    def run(self, tasks: list[Task]) -> None:
-        """Run the first task here, the others in parallel; return when all are done."""
-        self.grow(len(tasks) - 1)
-        try:
-            for inbox, task in zip(self._inboxes, tasks[1:], strict=False):
-                inbox.put(task.run)
-            tasks[0].run()
-            for task in tasks[1:]:
-                task.wait()
-        except BaseException:  # Ctrl-C: leave no thread at work in the background
-            self._drain()
-            raise
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Have a thread run each task that has not begun."""
+        self.grow(len(tasks))
+        for inbox, task in zip(self._inboxes, tasks, strict=False):
+            inbox.put(task.run)
 
-    def _drain(self) -> None:
-        """Wait until all threads are idle, even if signals arrive."""
-        for inbox in self._inboxes:
-            barrier = threading.Event()
-            while not barrier.is_set():
-                try:
-                    inbox.put(barrier.set)
-                    barrier.wait()
-                except KeyboardInterrupt:
-                    continue
+    def run(self, tasks: list[Task], *, is_apart: bool = False) -> None:
+        """Run tasks in parallel; return when all are done.
+
+        The first one runs here, unless it `is_apart`.
+        """
+        try:
+            self.start(tasks if is_apart else tasks[1:])
+            if not is_apart:
+                tasks[0].run()
+            self.wait(tasks)
+        finally:
+            self.drain(tasks)
+
+    def wait(self, tasks: list[Task], *, is_over: bool = False) -> None:
+        """Wait until tasks are done; leave those behind that wait for one that failed.
+
+        Their threads may never end: other ones take their places.  If the call
+        `is_over`, leave all behind that wait.
+        """
+        waits = _Waits()
+        while left := [t for t in tasks if not (t.is_left_behind or t.wait(0))]:
+            if left[0].wait(PATIENCE_S) or not waits.have_lasted(left):
+                continue
+            failed = [task.replica for task in tasks if task.has_failed]
+            _log.warning(_STUCK, [task.replica for task in left], failed)
+            if failed or is_over:
+                for task in left:
+                    task.is_left_behind = True
+                _end(self._inboxes)
+                self._inboxes.clear()
+                return
+
+    def drain(self, tasks: list[Task]) -> None:
+        """Leave no thread at work on tasks, even if signals arrive (Ctrl-C)."""
+        for task in tasks:
+            task.cancel()
+        while True:
+            try:
+                return self.wait(tasks, is_over=True)
+            except KeyboardInterrupt:
+                continue
 
 
 # ---- exceptions --------------------------------------------------------------------

@@ -47,15 +47,14 @@ def is_by_torch() -> bool:
 
 
 class _Copy(torch.autograd.Function):
-    """Copies tensors of one member to another."""
+    """Copies a tensor of one member to another."""
 
     @staticmethod
     def forward(
-        ctx: Any, streams: Streams, way: tuple[int, int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx: Any, streams: Streams, way: tuple[int, int], tensor: torch.Tensor
+    ) -> torch.Tensor:
         ctx.streams, ctx.way = streams, way
-        return tuple(_copied(streams, way, tensors))
+        return _copied(streams, way, [tensor])[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -72,7 +71,7 @@ def _copied(
     copies, blocks, places = [], [], []
     for tensor in tensors:
         copy = tensor.detach()
-        if is_native(copy) and not streams.group.is_cpu:
+        if is_native(copy):
             blocks.append(_as_block(copy))
             copy = torch.empty_like(blocks[-1], device=device)
             places.append(copy)
@@ -117,7 +116,7 @@ def _as_block(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list[Any]:
-    """Return copies on another member, in the graph; None for None.
+    """Return copies on another member, each with its own node; None for None.
 
     Parameters
     ----------
@@ -129,26 +128,20 @@ def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list
         Tensors of the source member.
     """
     moved = list(tensors)
-    wanted: dict[bool, list[int]] = {False: [], True: []}
-    is_recorded = torch.is_grad_enabled()
-    by_torch = is_by_torch()
+    is_recorded, by_torch = torch.is_grad_enabled(), is_by_torch()
+    together = []
     for i, tensor in enumerate(tensors):
         if tensor is None:
             continue
-        if by_torch or torch_graph.is_batched(tensor):
+        if by_torch or streams.group.is_cpu or torch_graph.is_batched(tensor):
             moved[i] = _copied_by_torch(streams, way[1], tensor)
+        elif is_recorded and tensor.requires_grad:
+            moved[i] = _Copy.apply(streams, way, tensor)  # type: ignore[no-untyped-call]
         else:
-            wanted[is_recorded and tensor.requires_grad].append(i)
-    for recorded, indices in wanted.items():
-        if not indices:
-            continue
-        given = [tensors[i] for i in indices]
-        if recorded:
-            copies: Sequence[Any] = _Copy.apply(streams, way, *given)  # type: ignore[no-untyped-call]
-        else:
-            copies = _copied(streams, way, given)
-        for i, copy in zip(indices, copies, strict=True):
-            moved[i] = copy
+            together.append(i)
+    copies = _copied(streams, way, [tensors[i] for i in together])
+    for i, copy in zip(together, copies, strict=True):
+        moved[i] = copy
     return moved
 
 
@@ -181,15 +174,19 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 # ---- arguments ----------------------------------------------------------------------
 
 
-def to_member(streams: Streams, scattered: _native.Scattered, member: int) -> Any:
+def to_member(
+    streams: Streams, scattered: _native.Scattered, member: int, is_recorded: bool
+) -> Any:
     """Return a replica's arguments, with tensors on its device.
 
-    Arrays stay what they are, and so do tensors already on its GPU.
+    Arrays stay what they are, and so do tensors already on its GPU.  `is_recorded`
+    tells whether the caller records a graph.
     """
     leaves = scattered.leaves(member)
     if streams.group.is_cpu:
         if member > 0:
-            leaves = list(map(_own_leaf, leaves, scattered.leaves(0)))
+            pairs = zip(leaves, scattered.leaves(0), strict=True)
+            leaves = [_own_leaf(leaf, first, is_recorded) for leaf, first in pairs]
         return scattered.tree.unflatten(leaves)
     placed = _placed(streams, leaves, member)
     for i, (leaf, tensor) in enumerate(zip(leaves, placed, strict=True)):
@@ -198,7 +195,19 @@ def to_member(streams: Streams, scattered: _native.Scattered, member: int) -> An
     return scattered.tree.unflatten(placed)
 
 
-def _own_leaf(leaf: Any, of_replica_0: Any) -> Any:
+class _Shared(torch.autograd.Function):
+    """A tensor in the same memory, with its own version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads
+
+
+def _own_leaf(leaf: Any, of_replica_0: Any, is_recorded: bool) -> Any:
     """Return an input in the same memory that a later replica may change in place.
 
     Inputs that are not split are copied.  Parts of a batch are views, which would share
@@ -206,8 +215,10 @@ def _own_leaf(leaf: Any, of_replica_0: Any) -> Any:
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf is of_replica_0 or leaf.requires_grad or torch_graph.is_transformed():
+    if leaf is of_replica_0 or torch_graph.is_transformed():
         return leaf.clone()
+    if leaf.requires_grad:
+        return leaf.clone() if is_recorded else _Shared.apply(leaf)  # type: ignore[no-untyped-call]
     if type(leaf) is not torch.Tensor or leaf.is_inference():
         return leaf
     return leaf.data
@@ -274,6 +285,17 @@ class _Gather(torch.autograd.Function):
                 for k, part in enumerate(grad.split(ctx.sizes))
             ]
         return None, None, *parts
+
+
+def tensors_with_graph(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output that require gradients."""
+    leaves = _native.flatten(output)[1]
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def has_graph(output: Any) -> bool:
+    """Tell whether a tensor of an output requires gradients."""
+    return bool(tensors_with_graph(output))
 
 
 class Joiner:

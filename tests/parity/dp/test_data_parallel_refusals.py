@@ -9,7 +9,6 @@ from replicas import (
     F64,
     ON_EACH,
     ON_GPUS,
-    Parent,
     Twin,
     assert_same_grads,
     bare,
@@ -192,18 +191,6 @@ def test_no_gradient_may_arrive_for_a_parameter_that_a_forward_has_replaced(
     assert_same_grads(ours, plain)
 
 
-def test_a_backward_must_know_whether_the_call_that_it_repeats_was_in_a_replica(wrap):
-    inner = wrap(nn.Sequential(linear(), nn.Dropout()))
-    outer, x = wrap(Parent(inner)), X.clone().requires_grad_()
-    outer(x).sum().backward()  # no backward repeats it
-    checkpoint(inner, x, use_reentrant=True).sum().backward()
-    late = checkpoint(inner, x, use_reentrant=True)
-    with torch.no_grad():
-        outer(x)
-    with pytest.raises(RuntimeError, match="both by itself and inside another"):
-        late.sum().backward()
-
-
 def test_a_parameter_must_not_be_on_another_device(wrap):
     made = module(lambda m, x: m.layer(x), layer=linear(), away=linear().to("meta"))
     with pytest.raises(RuntimeError, match="meta"):
@@ -271,3 +258,28 @@ def test_a_lazy_module_works_once_it_is_initialized(wrap):
         made(X)
         integer_weights(made)
     twin.step(step, X)
+
+
+@ON_EACH
+def test_gradients_that_a_forward_turns_on_itself_are_refused_to_autograd_grad(wrap):
+    """Replicas' parameters are leaves then: a part of the gradient would be missing."""
+
+    def turns_on(m, x):
+        with torch.enable_grad():
+            return m.layer(x)
+
+    twin, wanted = Twin(wrap, module(turns_on, layer=linear())), []
+    for model in twin.models:
+        with torch.no_grad():
+            out = model(X)
+        wanted.append((out.sum(), list(bare(model).parameters())))
+    (loss, parameters) = wanted[1]
+    for ask in (
+        lambda: torch.autograd.grad(loss, parameters, retain_graph=True),
+        lambda: loss.backward(inputs=parameters, retain_graph=True),
+    ):
+        with pytest.raises(RuntimeError, match=r"only backward\(\) without inputs="):
+            ask()
+    for loss, _ in wanted:
+        loss.backward()
+    twin.assert_same()

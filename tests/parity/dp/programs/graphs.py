@@ -81,6 +81,23 @@ def an_input_changed_before_backward_is_an_error(model):
     loss_of(model(x)).backward()
 
 
+CHANGED = {
+    "input": lambda model, x, out: x.mul_(2),
+    "output": lambda model, x, out: out.mul_(2),
+    "weights": lambda model, x, out: grow(model),
+}
+
+
+@uses(smooth_net, CHANGED, exact=False)
+def changed_tensors_keep_their_values_for_backward_where_torch_allows_it(model, change):
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        x = here(model, X.clone())
+        out = model(x).exp()
+        change(bare(model), x, out)
+        out.sum().backward()
+    return x, out
+
+
 @uses(smooth_net, {"copied": False, "assigned": True}, exact=False)
 def a_state_is_loaded_between_forward_and_backward(model, assign):
     """A copy in place is an error if a graph needs the old values; assigning is not."""

@@ -7,6 +7,7 @@ import torch
 from replicas import (
     accumulate,
     bare,
+    beside,
     grads_of,
     integers,
     linear,
@@ -104,13 +105,23 @@ def hooks_for_all_modules_may_come_after_the_first_call(model):
 # ---- parameters and tensors ---------------------------------------------------------
 
 WITH_AN_IDLE_PART = module(lambda m, x: m.used(x), used=linear(), idle=net())
-KINDS = {kind: kind for kind in ("hook", "post_accumulate_grad_hook")}
+KINDS = {kind: kind for kind in ("hook", "post_accumulate_grad_hook", "node")}
 TIMES = {when: when for when in ("before", "after a forward", "late")}
+
+
+def hooked(p, kind, hook):
+    """Register a hook that gets a gradient or the parameter; return its owner."""
+    if kind != "node":
+        getattr(p, f"register_{kind}")(hook)
+        return p
+    node = p.view_as(p).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda grads: hook(grads[0]))
+    return node
 
 
 @uses(WITH_AN_IDLE_PART, pairs(KINDS, TIMES))
 def hooks_of_parameters_fire_once_with_the_total(model, kind, when):
-    fired = []
+    fired, owners = [], []
     if when != "before":
         model(X).sum()  # a graph without hooks, thrown away
     if when == "late":
@@ -119,20 +130,25 @@ def hooks_of_parameters_fire_once_with_the_total(model, kind, when):
     for name, p in bare(model).named_parameters():
 
         def hook(seen, name=name):
-            fired.append((name, (seen if kind == "hook" else seen.grad).clone()))
+            is_p = kind == "post_accumulate_grad_hook"
+            fired.append((name, (seen.grad if is_p else seen).clone()))
 
-        getattr(p, f"register_{kind}")(hook)
+        owners.append(hooked(p, kind, hook))
     accumulate(model)
     assert len(fired) == 4
     return [dict(sorted(fired[:2])), dict(sorted(fired[2:]))]
 
 
-@uses(WITH_AN_IDLE_PART, pairs({"weight": 0, "bias": 1}, {"before": 0, "late": 1}))
+IDLE = {f"{name}, {kind}": (i, kind) for kind in KINDS for i, name in enumerate("wb")}
+
+
+@uses(WITH_AN_IDLE_PART, pairs(IDLE, {"before": 0, "late": 1}))
 def a_hook_of_one_unused_parameter_is_not_called(model, which, is_late):
-    called = []
+    (i, kind), called = which, []
     accumulate(model, is_late)
-    list(bare(model).idle.parameters())[which].register_hook(called.append)
+    owner = hooked([*bare(model).idle.parameters()][i], kind, called.append)
     accumulate(model)
+    assert owner is not None
     assert not called
 
 
@@ -269,6 +285,31 @@ def checkpoints_around_may_be_nested_and_asked_twice(model, x, use_reentrant):
         if not use_reentrant:
             loss.backward(retain_graph=True)
         loss.backward()
+
+
+@uses(net, BOTH, on=THREE)
+def a_wrapper_may_be_checkpointed_by_itself_and_inside_another(model, x, use_reentrant):
+    def again(function, x):
+        return checkpoint(function, x, use_reentrant=use_reentrant)
+
+    inner, holder = beside(model, net(1)), module(lambda m, x: again(m.inner, x))
+    sizes, holder.inner = [], inner
+    bare(inner)[0].register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
+    outer = beside(model, holder)
+    calls = [
+        lambda x: again(inner, x),
+        outer,
+        lambda x: outer(again(model, x)[:, [0, 1, 1]]),
+    ]
+    for made in (calls[:1], calls[1:2], calls):
+        torch.no_grad()(inner)(X)  # as an evaluation does
+        torch.no_grad()(outer)(X)
+        sizes.clear()
+        loss = sum(loss_of(call(x)) for call in made)
+        in_forward = sorted(sizes)
+        loss.backward()
+        assert sorted(sizes) == sorted(2 * in_forward)
+    return grads_of(outer)
 
 
 OPTIONS = {

@@ -1,10 +1,23 @@
 """Forwards that run a backward themselves."""
 
 import torch
-from replicas import bare, integer_weights, integers, linear
+from replicas import bare, integer_weights, integers, linear, loss_of
 from torch import nn
 
-from programs import GPUS, X, buffer, module, parameter, program, steps, trains, uses
+from programs import (
+    CPU,
+    GPUS,
+    THREE,
+    X,
+    buffer,
+    grown,
+    module,
+    parameter,
+    program,
+    steps,
+    trains,
+    uses,
+)
 
 CLEARS = {"use": steps(evaluates=False), "clears": True}
 BACKWARDS = {
@@ -54,6 +67,58 @@ def a_backward_for_an_input_alone_may_run_in_forward(m, x):
     x = x.detach().requires_grad_()
     m.linear(x).square().sum().backward(inputs=[x])
     return m.linear(x.grad)
+
+
+# ---- gradients that forward turns on or off ------------------------------------------
+
+
+def used_later(model, is_on):
+    """Use the output of a call with gradients on or off; also return the mode left."""
+    seen = []
+    for _ in range(2):
+        x = grown()
+        with torch.set_grad_enabled(is_on):
+            out = model(x)
+            mode = torch.is_grad_enabled()
+        seen += [mode, out.requires_grad, torch.autograd.grad(out.sum(), x)[0]]
+        with torch.set_grad_enabled(is_on):
+            out = model(x)
+        loss_of(out).backward()
+        seen.append(x.grad)
+    return seen
+
+
+GRADIENTS = {
+    str(is_on): {"use": lambda m, on=is_on: used_later(m, on)}
+    for is_on in (False, True)
+}
+
+
+@program(cases=GRADIENTS, layer=linear(2), on=THREE)
+def a_forward_that_turns_gradients_on_has_the_plain_graph(m, x):
+    with torch.enable_grad():
+        return m.layer(x)
+
+
+@program(lambda model: used_later(model, True), layer=linear(2), on=THREE)
+def a_forward_may_leave_gradients_off(m, x):
+    y = m.layer(x)
+    torch.set_grad_enabled(False)
+    return y
+
+
+@program(lambda model: written(model), layer=linear(2), on=CPU)
+def a_forward_without_gradients_may_write_to_an_input_that_requires_some(m, x):
+    x.add_(1)
+    with torch.enable_grad():
+        return m.layer(x)
+
+
+def written(model):
+    x = grown()
+    with torch.no_grad():
+        out = model(x)
+    return out, x
 
 
 # ---- in a forward without gradients -------------------------------------------------

@@ -1,0 +1,207 @@
+"""Replicas that wait for one another, and forwards that wait for other threads.
+
+A wait counts after 2 s: here after 0.05 s.
+"""
+
+import itertools
+import os
+import queue
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from paceline._dp import threads
+from programs import X, module
+from replicas import ON_EACH, Twin, integers, linear, net, step
+from support.threads import in_threads
+from torch.overrides import TorchFunctionMode
+
+
+@pytest.fixture(autouse=True)
+def _little_patience(monkeypatch):
+    monkeypatch.setattr(threads, "PATIENCE_S", 0.05)
+
+
+# ---- replicas that wait for one another ----------------------------------------------
+
+
+class Barrier:
+    """A sum over replicas, which meet at a barrier."""
+
+    def __init__(self, n):
+        self.barrier, self.parts = threading.Barrier(n), {}
+
+    def __deepcopy__(self, memo):
+        return type(self)(1)
+
+    def total(self, part):
+        self.parts[self.barrier.wait(60)] = part
+        self.barrier.wait(60)
+        total = sum(each.to(part.device) for each in self.parts.values())
+        self.barrier.wait(60)
+        return total
+
+
+class Master:
+    """A sum over replicas: the first sums what the others send it by a queue."""
+
+    def __init__(self, n):
+        self.n, self.numbers = n, itertools.count()
+        self.sent, self.back = queue.Queue(), queue.Queue()
+
+    def __deepcopy__(self, memo):
+        return type(self)(1)
+
+    def total(self, part):
+        if next(self.numbers) % self.n:
+            self.sent.put(part)
+            return self.back.get(timeout=60).to(part.device)
+        parts = [part, *(self.sent.get(timeout=60) for _ in range(1, self.n))]
+        total = sum(each.to(part.device) for each in parts)
+        for _ in range(1, self.n):
+            self.back.put(total)
+        return total
+
+
+def sums_up(m, x):
+    y = m.first(x)
+    return m.last(y + m.meeting.total(y.sum(0)))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("kind", [Barrier, Master])
+@ON_EACH
+def test_replicas_that_wait_for_one_another_give_the_plain_results(
+    wrap, kind, n, caplog
+):
+    made = module(sums_up, first=linear(), last=net(), meeting=kind(1))
+    twin = Twin(wrap, made, n)
+    twin.inner.meeting = kind(n)
+    for _ in range(3):
+        twin.step(step, X.clone().requires_grad_())
+    for model in twin.models:
+        model.eval()
+    with torch.no_grad():
+        twin.compare(lambda model, x: model(x), X)
+    (training, evaluation) = [r.getMessage() for r in caplog.records]
+    assert training == evaluation
+    assert "torch.nn.SyncBatchNorm over ranks" in training
+
+
+def waits_or_fails(m, x):
+    """Rows of 1 wait for an answer; rows of 2 fail once others have begun to wait."""
+    if x[0, 0] == 1:
+        m.box.begun.put(0)
+        m.box.answers.get(timeout=60)
+    if x[0, 0] == 2:
+        m.box.begun.get(timeout=60)
+        raise ValueError("no answer")
+    return m.layer(x)
+
+
+def waiting(wrap):
+    ours = wrap(module(waits_or_fails, layer=linear()))
+    box = ours.module.box = SimpleNamespace(begun=queue.Queue(), answers=queue.Queue())
+    return ours, box
+
+
+def rows(*values):
+    return (
+        torch.tensor(values, dtype=X.dtype).repeat_interleave(3)[:, None].expand(-1, 3)
+    )
+
+
+ROWS = rows(0, 3)
+
+
+@ON_EACH
+def test_an_error_does_not_wait_for_a_replica_that_waits_for_the_failed_one(wrap):
+    ours, box = waiting(wrap)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"in replica 0 (?s:.)*no answer"):
+            ours(rows(2, 1))
+        assert torch.equal(ours(ROWS), ours.module(ROWS.to(wrap.device())))
+    for _ in range(2):
+        box.answers.put(0)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="sends signals")
+@ON_EACH
+def test_replicas_that_wait_for_ever_can_be_interrupted(wrap):
+    ours, box = waiting(wrap)
+
+    def interrupt():
+        for _ in range(2):
+            box.begun.get()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for _ in range(2):  # one after the other at first, then side by side
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            ours(rows(1, 1))
+        thread.join()
+        assert torch.equal(ours(ROWS), ours.module(ROWS.to(wrap.device())))
+    for _ in range(4):
+        box.answers.put(0)
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+WAITS = {
+    "under a mode": (Mode, queue.Queue, "this call may never end"),
+    "in a call of C": (nullcontext, queue.SimpleQueue, "has been in one call for 1 s"),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+@ON_EACH
+def test_a_wait_that_threads_cannot_end_is_told_of(wrap, wait, caplog, monkeypatch):
+    monkeypatch.setattr(threads, "_N_TIMES", 20)
+    mode, kind, words = wait
+    ours, box = waiting(wrap)
+    box.answers = kind()
+
+    def answer():
+        while words not in caplog.text:
+            time.sleep(0.01)
+        box.answers.put(0)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with mode():
+        out = ours(rows(1, 0))
+    thread.join()
+    assert torch.equal(out, ours.module.layer(rows(1, 0).to(out.device)))
+
+
+# ---- a forward that waits for a thread -----------------------------------------------
+
+
+@ON_EACH
+def test_a_forward_may_wait_for_a_thread_that_calls_the_same_wrapper(wrap):
+    found = {}
+
+    def asks(m, x):
+        if not m.is_asking(x):
+            return m.layer(x)
+        (out,) = in_threads(lambda _: found["model"](integers(5, 3).to(x.device)), 1)
+        return m.layer(x) + out.sum(0).to(x.device)
+
+    made = module(asks, layer=linear(), is_asking=lambda x: x[0, 0] > 9)
+    twin = Twin(wrap, made)
+
+    def loss(model, x):
+        found["model"] = model
+        return step(model, x)
+
+    for _ in range(3):
+        twin.step(loss, X + 20)
+        twin.step(loss, X)
