@@ -350,7 +350,7 @@ PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
         return NULL;
     self.walk.n = PyTuple_GET_SIZE(values);
     if (self.walk.n > 0)
-        result = pli_walk_values(&self.walk, PySequence_Fast_ITEMS(values), NULL);
+        result = pli_walk_values(&self.walk, PySequence_Fast_ITEMS(values));
     else
         PyErr_SetString(PyExc_ValueError, "gather: no outputs");
     Py_DECREF(values);
