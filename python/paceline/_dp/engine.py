@@ -307,7 +307,7 @@ class Engine:
         """Return the output of one replica, on a device."""
         if self.is_cpu:
             return output
-        return transfers.Joiner(self.group.streams(), where).of_replica_0(output)
+        return transfers.Joiner(self.group.streams(), where).of_replica(output, 0)
 
     def _run_on(self, index: int, stream: Any, call: Callable[[], Any]) -> Any:
         with self._machine.on(index, stream):
