@@ -236,25 +236,6 @@ static Py_ssize_t rows_of(const joiner *self, Py_ssize_t k)
     return PyLong_AsSsize_t(PyTuple_GET_ITEM(self->sizes, k));
 }
 
-/* The first replica whose list has not one entry for each row; n if there is none. */
-static Py_ssize_t find_other_length(const joiner *self, PyObject *const *lists)
-{
-    Py_ssize_t k = 0;
-    while (k < self->walk.n && PyList_GET_SIZE(lists[k]) == rows_of(self, k))
-        k++;
-    return k;
-}
-
-static int refuse_length(const joiner *self, PyObject *const *lists, Py_ssize_t k,
-                         const pli_step *at)
-{
-    return refuse(PyExc_ValueError, at,
-                  "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
-                  "strings or objects must have one entry per row; return a tuple "
-                  "instead, or override gather",
-                  PyList_GET_SIZE(lists[k]), rows_of(self, k), k);
-}
-
 /* A walk that counts tensors and arrays with and without the rows of a replica. */
 typedef struct counting {
     pli_walk walk;
@@ -305,20 +286,19 @@ static int are_alike(const joiner *self, PyObject *const *lists)
     return 0;
 }
 
-/* Says that lists may be of batches, or of rows with as many entries as there are rows:
- * boxes of two images with two boxes each. */
+/* Such lists are of batches, or of rows that have as many: two images of two boxes. */
 static int warn_of_doubt(const pli_step *at)
 {
     PyObject *path = pli_path(at, "gather: output");
     const int status =
-        path != NULL
-            ? PyErr_WarnFormat(
+        path == NULL
+            ? -1
+            : PyErr_WarnFormat(
                   PyExc_UserWarning, 1,
                   "%U is a list as long as a replica has rows, and so are all its "
                   "tensors: joined by entry, as lists of feature maps are; to say so, "
                   "return a tuple; if an entry belongs to a row, override gather",
-                  path)
-            : -1;
+                  path);
     Py_XDECREF(path);
     return status;
 }
@@ -347,20 +327,26 @@ static int are_of_rows(const joiner *self, PyObject *const *lists, const pli_ste
  * are joined by entry, as torch's gather does, unless they are `are_of_rows`. */
 static int are_by_row(const joiner *self, PyObject *const *lists, const pli_step *at)
 {
+    const int is_known = PyTuple_GET_SIZE(self->sizes) == self->walk.n;
+    Py_ssize_t other = -1; /* a replica whose list has another length */
     pli_contents found = {0};
-    for (Py_ssize_t k = 0; k < self->walk.n; k++)
+    for (Py_ssize_t k = 0; k < self->walk.n; k++) {
         if (pli_look_inside(self->walk.state, lists[k], &found) != 0)
             return -1;
-    if (!found.has_leaf && !found.has_value)
-        return 0;
-    const int is_known = PyTuple_GET_SIZE(self->sizes) == self->walk.n;
-    const Py_ssize_t k = is_known ? find_other_length(self, lists) : self->walk.n;
+        if (is_known && other < 0 && PyList_GET_SIZE(lists[k]) != rows_of(self, k))
+            other = k;
+    }
     if (PyErr_Occurred())
         return -1;
     if (found.has_leaf)
-        return is_known && k == self->walk.n ? are_of_rows(self, lists, at) : 0;
-    return k == self->walk.n || self->walk.n == 1 ? 1
-                                                  : refuse_length(self, lists, k, at);
+        return is_known && other < 0 ? are_of_rows(self, lists, at) : 0;
+    if (!found.has_value || other < 0 || self->walk.n == 1)
+        return found.has_value;
+    return refuse(PyExc_ValueError, at,
+                  "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
+                  "strings or objects must have one entry per row; return a tuple "
+                  "instead, or override gather",
+                  PyList_GET_SIZE(lists[other]), rows_of(self, other), other);
 }
 
 /* Joins lists end to end. */

@@ -72,8 +72,7 @@ static int refuse_dims(const scattered_object *self, Py_ssize_t leaf,
 
 static int refuse_rows(const scattered_object *self, Py_ssize_t one, Py_ssize_t other)
 {
-    const Py_ssize_t first = one < other ? one : other;
-    const Py_ssize_t second = one < other ? other : one;
+    const Py_ssize_t first = one < other ? one : other, second = one + other - first;
     PyObject *path = path_of(self, second);
     if (path != NULL)
         (void)refuse(self, first,
@@ -87,20 +86,19 @@ static int refuse_rows(const scattered_object *self, Py_ssize_t one, Py_ssize_t 
     return -1;
 }
 
-/* A codebook with a multiple of the rows may be meant whole: a split must show. */
-static int warn_of_multiple(const scattered_object *self, Py_ssize_t leaf,
-                            Py_ssize_t fewest)
+/* A split must show: a codebook may by chance have a multiple of the rows. */
+static int warn_of_multiple(const scattered_object *self, Py_ssize_t leaf)
 {
-    PyObject *path = path_of(self, leaf), *other = path_of(self, fewest);
-    int status = -1;
-    if (path != NULL && other != NULL)
-        status = PyErr_WarnFormat(
-            PyExc_UserWarning, 1,
-            "%U has %zd rows for each row of %U: each replica gets those that belong "
-            "to its rows; if each needs all of them, pass paceline.replicate(x)",
-            path, self->ways[leaf].n_rows / self->n_rows, other);
+    PyObject *path = path_of(self, leaf);
+    const int status =
+        path == NULL ? -1
+                     : PyErr_WarnFormat(
+                           PyExc_UserWarning, 1,
+                           "%U has %zd rows for each row of the batch: each replica "
+                           "gets those that belong to its rows; if each needs all "
+                           "of them, pass paceline.replicate(x)",
+                           path, self->ways[leaf].n_rows / self->n_rows);
     Py_XDECREF(path);
-    Py_XDECREF(other);
     return status;
 }
 
@@ -127,35 +125,35 @@ static int read_rows(const module_state *state, const scattered_object *self,
     return 0;
 }
 
-/* Finds out which leaves repeat one number for each replica.  Programs written for
+static int is_batch(const scattered_object *self, Py_ssize_t leaf)
+{
+    return self->ways[leaf].way <= PLI_PACK_FIRST;
+}
+
+/* Finds out whether leaves repeat one number for each replica.  Programs written for
  * torch's class, which splits every tensor separately, pass a number to each replica
- * like this: `n.expand(n_replicas, -1)`.  A leaf with more numbers, or different ones,
- * is split by rows: else replicas and the plain module would differ.  So is a leaf
- * beside others with as many rows: it may be a flag for each of them. */
-static int take_each(const module_state *state, scattered_object *self)
+ * like this: `n.expand(n_replicas, -1)`.  If one with as many rows has more numbers, or
+ * different ones, they are split by rows: else replicas and the plain module would
+ * differ. */
+static int find_each(const module_state *state, scattered_object *self)
 {
     PyObject *dim = PyLong_FromSsize_t(self->dim);
-    int is_each = dim != NULL, has_rows = 0;
-    for (Py_ssize_t i = 0; is_each >= 0 && i < PyList_GET_SIZE(self->leaves); i++) {
-        leaf_way *way = &self->ways[i];
-        if (way->way > PLI_PACK_FIRST || way->n_rows != self->n_replicas)
-            continue;
+    int is_each = dim != NULL ? 1 : -1;
+    for (Py_ssize_t i = 0; is_each == 1 && i < PyList_GET_SIZE(self->leaves); i++) {
         PyObject *args[] = {PyList_GET_ITEM(self->leaves, i), dim};
-        is_each =
-            way->way == PLI_SPLIT
-                ? pli_is_true(PyObject_Vectorcall(state->repeats_row, args, 2, NULL))
-                : 0;
-        if (is_each == 1)
-            way->way = PLI_EACH;
-        self->has_each |= is_each == 1;
-        has_rows |= is_each == 0;
+        if (is_batch(self, i) && self->ways[i].n_rows == self->n_replicas)
+            is_each = self->ways[i].way == PLI_SPLIT
+                          ? pli_is_true(
+                                PyObject_Vectorcall(state->repeats_row, args, 2, NULL))
+                          : 0;
     }
-    for (Py_ssize_t i = 0; has_rows && i < PyList_GET_SIZE(self->leaves); i++)
-        if (self->ways[i].way == PLI_EACH)
-            self->ways[i].way = PLI_SPLIT;
-    self->has_each &= !has_rows;
     Py_XDECREF(dim);
-    return dim == NULL || is_each < 0 ? -1 : 0;
+    for (Py_ssize_t i = 0; is_each == 1 && i < PyList_GET_SIZE(self->leaves); i++)
+        if (is_batch(self, i) && self->ways[i].n_rows == self->n_replicas) {
+            self->ways[i].way = PLI_EACH;
+            self->has_each = 1;
+        }
+    return is_each < 0 ? -1 : 0;
 }
 
 static int read_packed(const module_state *state, PyObject *packed, Py_ssize_t *n_rows)
@@ -184,14 +182,11 @@ static int read_all_rows(const module_state *state, scattered_object *self)
 static Py_ssize_t find_fewest(scattered_object *self)
 {
     Py_ssize_t fewest = -1;
-    self->n_rows = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++) {
-        if (self->ways[i].way > PLI_PACK_FIRST ||
-            (fewest >= 0 && self->ways[i].n_rows >= self->n_rows))
-            continue;
-        fewest = i;
-        self->n_rows = self->ways[i].n_rows;
-    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++)
+        if (is_batch(self, i) &&
+            (fewest < 0 || self->ways[i].n_rows < self->ways[fewest].n_rows))
+            fewest = i;
+    self->n_rows = fewest >= 0 ? self->ways[fewest].n_rows : 0;
     return fewest;
 }
 
@@ -201,7 +196,7 @@ static Py_ssize_t find_other(const scattered_object *self, int is_strict)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++) {
         const Py_ssize_t n = self->ways[i].n_rows;
-        if (self->ways[i].way <= PLI_PACK_FIRST && n != self->n_rows &&
+        if (is_batch(self, i) && n != self->n_rows &&
             (is_strict || self->n_rows == 0 || n % self->n_rows != 0))
             return i;
     }
@@ -215,35 +210,31 @@ static int count_rows(const module_state *state, scattered_object *self)
     (void)find_fewest(self);
     if (find_other(self, 1) < 0)
         return 0;
-    if (take_each(state, self) != 0)
+    if (find_each(state, self) != 0)
         return -1;
     const Py_ssize_t fewest = find_fewest(self);
     Py_ssize_t other = find_other(self, 0);
     if (other >= 0)
         return refuse_rows(self, fewest, other);
     other = find_other(self, 1);
-    return other >= 0 ? warn_of_multiple(self, other, fewest) : 0;
+    return other >= 0 ? warn_of_multiple(self, other) : 0;
 }
 
 /* ---- chunks --------------------------------------------------------------------- */
 
-/* The rows of replica k in a leaf with a multiple of the fewest. */
-static pli_rows rows_of(const scattered_object *self, Py_ssize_t leaf, Py_ssize_t k)
+/* The rows of replica k among `n_rows`, a multiple of the fewest. */
+static pli_rows rows_of(const scattered_object *self, Py_ssize_t n_rows, Py_ssize_t k)
 {
     pli_rows rows = pli_split_rows(self->n_rows, self->n_parts, k);
-    const Py_ssize_t times =
-        self->n_rows > 0 ? self->ways[leaf].n_rows / self->n_rows : 1;
-    rows.begin *= times;
-    rows.n *= times;
-    return rows;
+    const Py_ssize_t times = self->n_rows > 0 ? n_rows / self->n_rows : 1;
+    return (pli_rows){.begin = rows.begin * times, .n = rows.n * times};
 }
 
-/* The rows of each replica in a leaf. */
-static PyObject *sizes_of(const scattered_object *self, Py_ssize_t leaf)
+static PyObject *sizes_of(const scattered_object *self, Py_ssize_t n_rows)
 {
     PyObject *sizes = PyTuple_New(self->n_parts);
     for (Py_ssize_t k = 0; sizes != NULL && k < self->n_parts; k++)
-        pli_tuple_put(&sizes, k, PyLong_FromLongLong(rows_of(self, leaf, k).n));
+        pli_tuple_put(&sizes, k, PyLong_FromLongLong(rows_of(self, n_rows, k).n));
     return sizes;
 }
 
@@ -253,7 +244,7 @@ static int split_packs(const module_state *state, const scattered_object *self)
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++) {
         if (self->ways[i].way != PLI_PACK_FIRST)
             continue;
-        PyObject *sizes = sizes_of(self, i), *parts = NULL;
+        PyObject *sizes = sizes_of(self, self->ways[i].n_rows), *parts = NULL;
         PyObject *args[] = {PyList_GET_ITEM(self->packs, n_packs), sizes};
         if (sizes != NULL)
             parts = PyObject_Vectorcall(state->split_packed, args, 2, NULL);
@@ -270,11 +261,7 @@ static int divide(const module_state *state, scattered_object *self)
     if (self->n_replicas > 1 && count_rows(state, self) != 0)
         return -1;
     self->n_parts = pli_split_parts(self->n_rows, self->n_replicas);
-    self->sizes = PyTuple_New(self->n_parts);
-    for (Py_ssize_t k = 0; self->sizes != NULL && k < self->n_parts; k++) {
-        const pli_rows rows = pli_split_rows(self->n_rows, self->n_parts, k);
-        pli_tuple_put(&self->sizes, k, PyLong_FromLongLong(rows.n));
-    }
+    self->sizes = sizes_of(self, self->n_rows);
     if (self->sizes == NULL)
         return -1;
     return self->n_parts > 1 || self->has_each ? split_packs(state, self) : 0;
@@ -314,7 +301,7 @@ static PyObject *leaves_of(const scattered_object *self, Py_ssize_t k)
         }
         pli_rows rows = {.begin = k, .n = 1};
         if (way == PLI_SPLIT)
-            rows = rows_of(self, i, k);
+            rows = rows_of(self, self->ways[i].n_rows, k);
         pli_list_put(&leaves, i,
                      way == PLI_WHOLE
                          ? Py_NewRef(leaf)
@@ -359,17 +346,18 @@ static int keep_way(scattered_object *self, const pli_step *at)
         self->n_ways_allocated = (Py_ssize_t)n;
     }
     const pli_container *pack = NULL;
-    leaf_way way = {.way = PLI_SPLIT};
-    for (; at != NULL && way.way != PLI_WHOLE; at = at->parent) {
+    leaf_way *way = &self->ways[i];
+    for (*way = (leaf_way){0}; at != NULL && way->way != PLI_WHOLE; at = at->parent) {
         if (at->container->kind == PLI_MARK) {
-            way.way = PLI_WHOLE;
+            way->way = PLI_WHOLE;
         } else if (at->container->kind == PLI_PACKED) {
-            way.way = at->child == 0 ? PLI_PACK_FIRST : PLI_PACK_MORE;
+            way->way = at->child == 0 ? PLI_PACK_FIRST : PLI_PACK_MORE;
             pack = at->container;
         }
     }
-    self->ways[i] = way;
-    return way.way == PLI_PACK_FIRST ? PyList_Append(self->packs, pack->value) : 0;
+    return pack != NULL && way->way == PLI_PACK_FIRST
+               ? PyList_Append(self->packs, pack->value)
+               : 0;
 }
 
 static int sort_value(pli_walk *walk, int kind, PyObject *const *values,

@@ -55,9 +55,9 @@ int pli_look_inside(const module_state *state, PyObject *container,
 
 /* ---- the walk ------------------------------------------------------------------- */
 
-/* Whether a walk opens a container whatever it holds.  Each replica has its own tuple
- * of arguments and dict of keywords, and what is made again from flatten() has lists
- * and dicts of its own: paceline.check calls two models. */
+/* Whether a walk opens a container whatever it holds.  Each replica has another tuple
+ * of arguments and dict of keywords; a tree of flatten() makes new lists and dicts,
+ * because paceline.check calls two models with them. */
 static int is_always_opened(const pli_walk *walk, int kind, const pli_step *at)
 {
     if (walk->align != NULL || kind == PLI_MARK)
@@ -83,25 +83,25 @@ static int kind_in_walk(const pli_walk *walk, PyObject *value, const pli_step *a
  * NotImplemented until there is one.  Returns whether they were met before, or -1. */
 static int remember(pli_walk *walk, PyObject *const *values, PyObject **out)
 {
+    const Py_ssize_t n = walk->n;
     PyObject **known = &walk->met[walk->is_marked];
     *out = NULL;
     if (*known == NULL && (*known = PyDict_New()) == NULL)
         return -1;
     PyObject *key = PyBytes_FromStringAndSize((const char *)values,
-                                              walk->n * (Py_ssize_t)sizeof(PyObject *));
-    PyObject *entry = key != NULL ? PyDict_GetItemWithError(*known, key) : NULL;
-    const int was_met = entry != NULL;
-    if (was_met)
-        Py_INCREF(entry);
-    else if (key != NULL && !PyErr_Occurred())
-        entry = PyList_New(walk->n + 1);
-    for (Py_ssize_t k = 0; !was_met && entry != NULL && k <= walk->n; k++)
-        PyList_SET_ITEM(entry, k,
-                        Py_NewRef(k < walk->n ? values[k] : Py_NotImplemented));
-    if (!was_met && entry != NULL && PyDict_SetItem(*known, key, entry) != 0)
-        Py_CLEAR(entry);
+                                              n * (Py_ssize_t)sizeof(PyObject *));
+    PyObject *fresh = PyList_New(n + 1), *entry = NULL;
+    for (Py_ssize_t k = 0; fresh != NULL && k < n; k++)
+        /* NOLINTNEXTLINE(clang-analyzer-security.ArrayBound): n are there */
+        PyList_SET_ITEM(fresh, k, Py_NewRef(values[k]));
+    if (fresh != NULL)
+        PyList_SET_ITEM(fresh, n, Py_NewRef(Py_NotImplemented));
+    if (key != NULL && fresh != NULL)
+        entry = PyDict_SetDefault(*known, key, fresh);
+    const int was_met = entry != fresh;
+    *out = Py_XNewRef(entry);
+    Py_XDECREF(fresh);
     Py_XDECREF(key);
-    *out = entry;
     return entry != NULL ? was_met : -1;
 }
 

@@ -18,7 +18,7 @@ from drawn_programs import (
 from kept import as_new
 from support import fake_gpus
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* rows for each row of")
+pytestmark = pytest.mark.filterwarnings("ignore:.* rows for each row of the batch")
 N_PROGRAMS, FIRST_SEED = 60, 20261122
 
 

@@ -120,14 +120,14 @@ def test_several_rows_for_each_row_are_a_warning_once():
     with pytest.warns(UserWarning, match="replicate") as caught:
         _native.scatter((rows(6), rows(2), rows(4)), {}, 2, 0)
     assert [str(w.message).partition(":")[0] for w in caught] == [
-        "args[0] has 3 rows for each row of args[1]"
+        "args[0] has 3 rows for each row of the batch"
     ]
 
 
 def test_several_packed_sequences_go_with_each_row():
     sequences = [rows(n, 2, start=9 * n) for n in (1, 3, 2, 4, 2, 1)]
     packed = pack_sequence(sequences, enforce_sorted=False)
-    with pytest.warns(UserWarning, match=r"args\[1\]\.data has 2 rows for each row of"):
+    with pytest.warns(UserWarning, match=r"args\[1\]\.data has 2 rows for each row of the batch"):
         scattered = _native.scatter((rows(3), packed), {}, 2, 0)
     parts = [unpack_sequence(args[1]) for args, _ in chunks(scattered)]
     assert same(parts, [sequences[:4], sequences[4:]])
