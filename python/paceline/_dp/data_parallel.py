@@ -231,8 +231,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         Raises
         ------
         ValueError
-            If inputs have batch sizes that are not multiples of the smallest, or
-            outputs cannot be joined.
+            If inputs cannot be split by rows, or outputs cannot be joined.
         Exception
             The error that the module raises in a replica, of the same type; the message
             has the number of the replica and its traceback.

@@ -127,7 +127,9 @@ def test_several_rows_for_each_row_are_a_warning_once():
 def test_several_packed_sequences_go_with_each_row():
     sequences = [rows(n, 2, start=9 * n) for n in (1, 3, 2, 4, 2, 1)]
     packed = pack_sequence(sequences, enforce_sorted=False)
-    with pytest.warns(UserWarning, match=r"args\[1\]\.data has 2 rows for each row of the batch"):
+    with pytest.warns(
+        UserWarning, match=r"args\[1\]\.data has 2 rows for each row of the batch"
+    ):
         scattered = _native.scatter((rows(3), packed), {}, 2, 0)
     parts = [unpack_sequence(args[1]) for args, _ in chunks(scattered)]
     assert same(parts, [sequences[:4], sequences[4:]])
