@@ -231,39 +231,122 @@ static int align(pli_container *parts, Py_ssize_t k, const pli_step *at)
 
 /* ---- lists of rows -------------------------------------------------------------- */
 
-/* If the rows are known, each replica's list must have an entry for each row. */
-static int check_rows(const joiner *self, PyObject *const *lists, const pli_step *at)
+static Py_ssize_t rows_of(const joiner *self, Py_ssize_t k)
 {
-    if (PyTuple_GET_SIZE(self->sizes) != self->walk.n || self->walk.n == 1)
-        return 0;
-    for (Py_ssize_t k = 0; k < self->walk.n; k++) {
-        const Py_ssize_t n = PySequence_Size(lists[k]);
-        const Py_ssize_t n_rows = PyLong_AsSsize_t(PyTuple_GET_ITEM(self->sizes, k));
-        if (PyErr_Occurred())
-            return -1;
-        if (n != n_rows)
-            return refuse(
-                PyExc_ValueError, at,
-                "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
-                "strings or objects must have one entry per row; return a tuple "
-                "instead, or override gather",
-                n, n_rows, k);
+    return PyLong_AsSsize_t(PyTuple_GET_ITEM(self->sizes, k));
+}
+
+/* A walk that counts tensors and arrays with and without the rows of a replica. */
+typedef struct counting {
+    pli_walk walk;
+    Py_ssize_t dim, n_rows, n_with, n_without;
+} counting;
+
+static int count(pli_walk *walk, int kind, PyObject *const *values, const pli_step *at,
+                 PyObject **out)
+{
+    counting *self = (counting *)walk;
+    pli_shape shape = {0};
+    (void)at;
+    (void)out;
+    self->n_with += kind == PLI_PACKED;
+    if (kind < PLI_CONSTANT && pli_leaf_shape(walk->state, values[0], &shape) != 0)
+        return -1;
+    if (shape.n_dims > 0) {
+        const int dim = pli_shape_dim(&shape, self->dim);
+        const int is_with = dim >= 0 && shape.sizes[dim] == self->n_rows;
+        self->n_with += is_with;
+        self->n_without += !is_with;
     }
+    return kind <= PLI_CONSTANT || kind == PLI_PACKED;
+}
+
+/* Whether all entries of the lists can be joined with one another: 1, 0 or -1. */
+static int are_alike(const joiner *self, PyObject *const *lists)
+{
+    joiner among = *self;
+    among.walk.mode = PLI_LOOK;
+    among.walk.met[0] = among.walk.met[1] = NULL;
+    PyObject *all = PyList_New(0);
+    for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++)
+        if (PyList_SetSlice(all, PY_SSIZE_T_MAX, PY_SSIZE_T_MAX, lists[k]) != 0)
+            Py_CLEAR(all);
+    if (all == NULL)
+        return -1;
+    among.walk.n = PyList_GET_SIZE(all);
+    const int status =
+        pli_drop(pli_walk_values(&among.walk, PySequence_Fast_ITEMS(all)));
+    Py_DECREF(all);
+    if (status == 0)
+        return 1;
+    if (!PyErr_ExceptionMatches(PyExc_ValueError) &&
+        !PyErr_ExceptionMatches(PyExc_TypeError))
+        return -1;
+    PyErr_Clear();
     return 0;
 }
 
+/* Such lists are of batches, or of rows that have as many: two images of two boxes. */
+static int warn_of_doubt(const pli_step *at)
+{
+    PyObject *path = pli_path(at, "gather: output");
+    const int status =
+        path == NULL
+            ? -1
+            : PyErr_WarnFormat(
+                  PyExc_UserWarning, 1,
+                  "%U is a list as long as a replica has rows, and so are all its "
+                  "tensors: joined by entry, as lists of feature maps are; to say so, "
+                  "return a tuple; if an entry belongs to a row, override gather",
+                  path);
+    Py_XDECREF(path);
+    return status;
+}
+
+/* Whether lists with tensors have an entry for each row, as those of detections, whose
+ * tensors have other numbers of rows than the replica: 1, 0 or -1.  By chance some may
+ * have as many; then all entries must have one form, which feature maps and other
+ * tensors beside them lack. */
+static int are_of_rows(const joiner *self, PyObject *const *lists, const pli_step *at)
+{
+    counting of = {.walk = {.state = self->walk.state, .n = 1, .meet = count},
+                   .dim = self->dim};
+    for (Py_ssize_t k = 0; k < self->walk.n; k++) {
+        of.n_rows = rows_of(self, k);
+        if (pli_look(&of.walk, lists[k]) != 0)
+            return -1;
+    }
+    const int alike = of.n_with > 0 ? are_alike(self, lists) : of.n_without > 0;
+    if (alike != 1 || of.n_without > 0 || self->walk.n == 1)
+        return alike < 0 ? -1 : alike && of.n_without > 0;
+    return warn_of_doubt(at);
+}
+
 /* Whether these lists have one entry for each row of their replica: 1, 0 or -1.  Lists
- * of plain values (numbers, strings, objects) do, and are joined end to end.  Lists
- * that hold a tensor or an array are joined by entry, as torch's gather does. */
+ * of plain values (numbers, strings, objects) do.  Lists that hold a tensor or an array
+ * are joined by entry, as torch's gather does, unless they are `are_of_rows`. */
 static int are_by_row(const joiner *self, PyObject *const *lists, const pli_step *at)
 {
+    const int is_known = PyTuple_GET_SIZE(self->sizes) == self->walk.n;
+    Py_ssize_t other = -1; /* a replica whose list has another length */
     pli_contents found = {0};
-    for (Py_ssize_t k = 0; k < self->walk.n; k++)
+    for (Py_ssize_t k = 0; k < self->walk.n; k++) {
         if (pli_look_inside(self->walk.state, lists[k], &found) != 0)
             return -1;
-    if (found.has_leaf || !found.has_value)
-        return 0;
-    return check_rows(self, lists, at) == 0 ? 1 : -1;
+        if (is_known && other < 0 && PyList_GET_SIZE(lists[k]) != rows_of(self, k))
+            other = k;
+    }
+    if (PyErr_Occurred())
+        return -1;
+    if (found.has_leaf)
+        return is_known && other < 0 ? are_of_rows(self, lists, at) : 0;
+    if (!found.has_value || other < 0 || self->walk.n == 1)
+        return found.has_value;
+    return refuse(PyExc_ValueError, at,
+                  "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
+                  "strings or objects must have one entry per row; return a tuple "
+                  "instead, or override gather",
+                  PyList_GET_SIZE(lists[other]), rows_of(self, other), other);
 }
 
 /* Joins lists end to end. */
@@ -273,8 +356,13 @@ static PyObject *chain(const joiner *self, PyObject *const *lists)
     PyObject *all = PyList_New(0);
     for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++) {
         const Py_ssize_t end = PyList_GET_SIZE(all);
-        if (PyList_SetSlice(all, end, end, lists[k]) != 0)
+        PyObject *list =
+            self->join != NULL
+                ? PyObject_CallMethod(self->join, "of_replica", "On", lists[k], k)
+                : Py_NewRef(lists[k]);
+        if (list == NULL || PyList_SetSlice(all, end, end, list) != 0)
             Py_CLEAR(all);
+        Py_XDECREF(list);
     }
     PyObject *made = NULL;
     if (pli_open(self->walk.state, lists[0], PLI_LIST, &first) == 0 && all != NULL)
@@ -303,8 +391,9 @@ static int join(pli_walk *walk, int kind, PyObject *const *values, const pli_ste
                 PyObject **out)
 {
     joiner *self = (joiner *)walk;
+    const int only_looks = walk->mode == PLI_LOOK;
     kind = kind_of_all(self, values, at);
-    if (kind == PLI_LIST) {
+    if (kind == PLI_LIST && !only_looks) {
         const int is_chain = are_by_row(self, values, at);
         if (is_chain == 1)
             *out = chain(self, values);
@@ -312,12 +401,15 @@ static int join(pli_walk *walk, int kind, PyObject *const *values, const pli_ste
     }
     if (kind < 0 || (kind > PLI_CONSTANT && kind != PLI_PACKED))
         return kind < 0 ? -1 : 0;
+    pli_shape shape;
     PyObject *all = PyTuple_New(self->walk.n);
     for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++)
         PyTuple_SET_ITEM(all, k, Py_NewRef(values[k]));
     if (all == NULL)
         return -1;
-    if (kind == PLI_TENSOR)
+    if (only_looks)
+        *out = pli_none(kind < PLI_CONSTANT ? check_shapes(self, all, at, &shape) : 0);
+    else if (kind == PLI_TENSOR)
         *out = join_tensors(self, all, at);
     else if (kind == PLI_ARRAY)
         *out = join_arrays(self, all, at);
@@ -350,7 +442,7 @@ PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
         return NULL;
     self.walk.n = PyTuple_GET_SIZE(values);
     if (self.walk.n > 0)
-        result = pli_walk_values(&self.walk, PySequence_Fast_ITEMS(values), NULL);
+        result = pli_walk_values(&self.walk, PySequence_Fast_ITEMS(values));
     else
         PyErr_SetString(PyExc_ValueError, "gather: no outputs");
     Py_DECREF(values);

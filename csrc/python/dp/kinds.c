@@ -240,7 +240,7 @@ static PyObject *blank(const module_state *state, const pli_container *self)
 static PyObject *close_object(const module_state *state, const pli_container *self,
                               PyObject *items)
 {
-    PyObject *made = blank(state, self);
+    PyObject *made = self->made != NULL ? Py_NewRef(self->made) : blank(state, self);
     int status = made != NULL ? 0 : -1;
     if (status == 0 && self->kind == PLI_LIST)
         status = PyList_SetSlice(made, 0, PY_SSIZE_T_MAX, items);
@@ -304,6 +304,14 @@ int pli_open(const module_state *state, PyObject *value, pli_kind kind,
     return out->children != NULL ? 0 : -1;
 }
 
+int pli_begin(const module_state *state, pli_container *self)
+{
+    if (kinds[self->kind].close != close_object)
+        return 0;
+    self->made = blank(state, self);
+    return self->made != NULL ? 0 : -1;
+}
+
 PyObject *pli_close(const module_state *state, const pli_container *self,
                     PyObject *items)
 {
@@ -316,4 +324,5 @@ void pli_container_drop(pli_container *self)
     Py_CLEAR(self->keys);
     Py_CLEAR(self->maker);
     Py_CLEAR(self->context);
+    Py_CLEAR(self->made);
 }

@@ -9,36 +9,33 @@
 
 #include <structmember.h>
 
+/* How a leaf goes to the replicas. */
+typedef struct leaf_way {
+    enum {
+        PLI_SPLIT,
+        PLI_PACK_FIRST, /* the first leaf of a PackedSequence, which is split */
+        PLI_PACK_MORE,
+        PLI_WHOLE,
+        PLI_EACH /* the same number for each replica */
+    } way;
+    Py_ssize_t n_rows; /* if it is split */
+} leaf_way;
+
 typedef struct scattered_object {
     PyObject_HEAD
     PyObject *call;   /* (inputs, kwargs), as passed */
     PyObject *tree;   /* of the call, without marks */
     PyObject *leaves; /* a list */
-    char *ways;       /* by leaf, as in the enum below */
+    leaf_way *ways;   /* by leaf */
     Py_ssize_t n_ways_allocated;
     PyObject *packs; /* a list: each PackedSequence, later the list of its parts */
     PyObject *sizes; /* a tuple of int */
     Py_ssize_t dim;
-    Py_ssize_t n_rows;
+    Py_ssize_t n_rows;     /* the fewest of a leaf that is split */
     Py_ssize_t n_replicas; /* the maximum */
     Py_ssize_t n_parts;
     int has_each; /* some leaf has one row for each replica */
 } scattered_object;
-
-/* How a leaf goes to the replicas. */
-enum {
-    PLI_SPLIT,
-    PLI_WHOLE,
-    PLI_PACK_FIRST, /* the first leaf of a PackedSequence */
-    PLI_PACK_MORE,
-    PLI_EACH /* the same number for each replica */
-};
-
-/* A leaf that is split, and its rows. */
-typedef struct batch {
-    Py_ssize_t leaf; /* -1: none */
-    Py_ssize_t n_rows;
-} batch;
 
 /* ---- how many rows -------------------------------------------------------------- */
 
@@ -73,23 +70,41 @@ static int refuse_dims(const scattered_object *self, Py_ssize_t leaf,
     return -1;
 }
 
-static int refuse_rows(const scattered_object *self, const batch *first,
-                       const batch *other)
+static int refuse_rows(const scattered_object *self, Py_ssize_t one, Py_ssize_t other)
 {
-    PyObject *path = path_of(self, other->leaf);
+    const Py_ssize_t first = one < other ? one : other, second = one + other - first;
+    PyObject *path = path_of(self, second);
     if (path != NULL)
-        (void)refuse(self, first->leaf,
+        (void)refuse(self, first,
                      "has %zd rows along dimension %zd, but %U has %zd: all tensors "
-                     "are split by rows and must have the same number of rows; if each "
-                     "replica needs one whole, pass paceline.replicate(x)",
-                     first->n_rows, self->dim, path, other->n_rows);
+                     "are split by rows, and must have the same number of rows, or "
+                     "multiples of the smallest; if each replica needs one whole, pass "
+                     "paceline.replicate(x)",
+                     self->ways[first].n_rows, self->dim, path,
+                     self->ways[second].n_rows);
     Py_XDECREF(path);
     return -1;
 }
 
+/* A split must show: a codebook may by chance have a multiple of the rows. */
+static int warn_of_multiple(const scattered_object *self, Py_ssize_t leaf)
+{
+    PyObject *path = path_of(self, leaf);
+    const int status =
+        path == NULL ? -1
+                     : PyErr_WarnFormat(
+                           PyExc_UserWarning, 1,
+                           "%U has %zd rows for each row of the batch: each replica "
+                           "gets those that belong to its rows; if each needs all "
+                           "of them, pass paceline.replicate(x)",
+                           path, self->ways[leaf].n_rows / self->n_rows);
+    Py_XDECREF(path);
+    return status;
+}
+
 /* Reads the rows of a leaf that will be split; a leaf without dimensions goes whole. */
 static int read_rows(const module_state *state, const scattered_object *self,
-                     Py_ssize_t leaf, Py_ssize_t *n_rows)
+                     Py_ssize_t leaf)
 {
     pli_shape shape;
     if (pli_leaf_shape(state, PyList_GET_ITEM(self->leaves, leaf), &shape) != 0)
@@ -100,34 +115,44 @@ static int read_rows(const module_state *state, const scattered_object *self,
                       "make it dense, or pass paceline.replicate(x) if each replica "
                       "needs it whole");
     if (shape.n_dims == 0) {
-        self->ways[leaf] = PLI_WHOLE;
+        self->ways[leaf].way = PLI_WHOLE;
         return 0;
     }
     const int dim = pli_shape_dim(&shape, self->dim);
     if (dim < 0)
         return refuse_dims(self, leaf, &shape);
-    *n_rows = shape.sizes[dim];
+    self->ways[leaf].n_rows = shape.sizes[dim];
     return 0;
 }
 
-/* Finds out whether a leaf repeats one number for each replica.  Programs written for
- * torch's class, which splits every tensor separately, pass a number to each replica
- * like this: `n.expand(n_replicas, -1)`.  A leaf with more numbers, or different ones,
- * is split by rows: else replicas and the plain module would differ. */
-static int take_each(const module_state *state, scattered_object *self,
-                     const batch *rows)
+static int is_batch(const scattered_object *self, Py_ssize_t leaf)
 {
-    if (rows->n_rows != self->n_replicas || self->ways[rows->leaf] != PLI_SPLIT)
-        return 0;
+    return self->ways[leaf].way <= PLI_PACK_FIRST;
+}
+
+/* Finds out whether leaves repeat one number for each replica.  Programs written for
+ * torch's class, which splits every tensor separately, pass a number to each replica
+ * like this: `n.expand(n_replicas, -1)`.  If one with as many rows has more numbers, or
+ * different ones, they are split by rows: else replicas and the plain module would
+ * differ. */
+static int find_each(const module_state *state, scattered_object *self)
+{
     PyObject *dim = PyLong_FromSsize_t(self->dim);
-    PyObject *args[] = {PyList_GET_ITEM(self->leaves, rows->leaf), dim};
-    const int is_each = pli_is_true(
-        dim != NULL ? PyObject_Vectorcall(state->repeats_row, args, 2, NULL) : NULL);
-    Py_XDECREF(dim);
-    if (is_each == 1) {
-        self->ways[rows->leaf] = PLI_EACH;
-        self->has_each = 1;
+    int is_each = dim != NULL ? 1 : -1;
+    for (Py_ssize_t i = 0; is_each == 1 && i < PyList_GET_SIZE(self->leaves); i++) {
+        PyObject *args[] = {PyList_GET_ITEM(self->leaves, i), dim};
+        if (is_batch(self, i) && self->ways[i].n_rows == self->n_replicas)
+            is_each = self->ways[i].way == PLI_SPLIT
+                          ? pli_is_true(
+                                PyObject_Vectorcall(state->repeats_row, args, 2, NULL))
+                          : 0;
     }
+    Py_XDECREF(dim);
+    for (Py_ssize_t i = 0; is_each == 1 && i < PyList_GET_SIZE(self->leaves); i++)
+        if (is_batch(self, i) && self->ways[i].n_rows == self->n_replicas) {
+            self->ways[i].way = PLI_EACH;
+            self->has_each = 1;
+        }
     return is_each < 0 ? -1 : 0;
 }
 
@@ -139,64 +164,92 @@ static int read_packed(const module_state *state, PyObject *packed, Py_ssize_t *
     return *n_rows < 0 ? -1 : 0;
 }
 
-/* Fills `first` with the first leaf that is split, and `other` with the next one whose
- * number of rows differs.  With `takes_each`, leaves with one number for each replica
- * are set apart. */
-static int read_batch(const module_state *state, scattered_object *self, int takes_each,
-                      batch *first, batch *other)
+static int read_all_rows(const module_state *state, scattered_object *self)
 {
     Py_ssize_t n_packs = 0;
-    *first = *other = (batch){.leaf = -1};
-    for (batch at = {.leaf = 0}; at.leaf < PyList_GET_SIZE(self->leaves); at.leaf++) {
-        const char *way = &self->ways[at.leaf];
-        int status = 0;
-        if (*way == PLI_PACK_FIRST)
-            status =
-                read_packed(state, PyList_GET_ITEM(self->packs, n_packs++), &at.n_rows);
-        else if (*way == PLI_SPLIT)
-            status = read_rows(state, self, at.leaf, &at.n_rows);
-        if (status == 0 && takes_each)
-            status = take_each(state, self, &at);
-        if (status != 0)
-            return -1;
-        if (*way != PLI_SPLIT && *way != PLI_PACK_FIRST)
-            continue;
-        if (first->leaf < 0)
-            *first = at;
-        else if (other->leaf < 0 && at.n_rows != first->n_rows)
-            *other = at;
+    int status = 0;
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_GET_SIZE(self->leaves); i++) {
+        if (self->ways[i].way == PLI_SPLIT)
+            status = read_rows(state, self, i);
+        else if (self->ways[i].way == PLI_PACK_FIRST)
+            status = read_packed(state, PyList_GET_ITEM(self->packs, n_packs++),
+                                 &self->ways[i].n_rows);
     }
-    return 0;
+    return status;
 }
 
-static int count_rows(const module_state *state, scattered_object *self, batch *first)
+/* Sets n_rows, and returns the first leaf with so few; -1 if no leaf is split. */
+static Py_ssize_t find_fewest(scattered_object *self)
 {
-    batch other;
-    if (read_batch(state, self, 0, first, &other) != 0)
+    Py_ssize_t fewest = -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++)
+        if (is_batch(self, i) &&
+            (fewest < 0 || self->ways[i].n_rows < self->ways[fewest].n_rows))
+            fewest = i;
+    self->n_rows = fewest >= 0 ? self->ways[fewest].n_rows : 0;
+    return fewest;
+}
+
+/* The first leaf that is split and has no multiple of n_rows, or, if `is_strict`, not
+ * exactly n_rows; -1 if there is none. */
+static Py_ssize_t find_other(const scattered_object *self, int is_strict)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++) {
+        const Py_ssize_t n = self->ways[i].n_rows;
+        if (is_batch(self, i) && n != self->n_rows &&
+            (is_strict || self->n_rows == 0 || n % self->n_rows != 0))
+            return i;
+    }
+    return -1;
+}
+
+static int count_rows(const module_state *state, scattered_object *self)
+{
+    if (read_all_rows(state, self) != 0)
         return -1;
-    if (other.leaf >= 0 && read_batch(state, self, 1, first, &other) != 0)
+    (void)find_fewest(self);
+    if (find_other(self, 1) < 0)
+        return 0;
+    if (find_each(state, self) != 0)
         return -1;
-    return other.leaf >= 0 ? refuse_rows(self, first, &other) : 0;
+    const Py_ssize_t fewest = find_fewest(self);
+    Py_ssize_t other = find_other(self, 0);
+    if (other >= 0)
+        return refuse_rows(self, fewest, other);
+    other = find_other(self, 1);
+    return other >= 0 ? warn_of_multiple(self, other) : 0;
 }
 
 /* ---- chunks --------------------------------------------------------------------- */
 
-static int fill_sizes(scattered_object *self)
+/* The rows of replica k among `n_rows`, a multiple of the fewest. */
+static pli_rows rows_of(const scattered_object *self, Py_ssize_t n_rows, Py_ssize_t k)
 {
-    self->sizes = PyTuple_New(self->n_parts);
-    for (Py_ssize_t k = 0; self->sizes != NULL && k < self->n_parts; k++) {
-        const pli_rows rows = pli_split_rows(self->n_rows, self->n_parts, k);
-        pli_tuple_put(&self->sizes, k, PyLong_FromLongLong(rows.n));
-    }
-    return self->sizes != NULL ? 0 : -1;
+    pli_rows rows = pli_split_rows(self->n_rows, self->n_parts, k);
+    const Py_ssize_t times = self->n_rows > 0 ? n_rows / self->n_rows : 1;
+    return (pli_rows){.begin = rows.begin * times, .n = rows.n * times};
+}
+
+static PyObject *sizes_of(const scattered_object *self, Py_ssize_t n_rows)
+{
+    PyObject *sizes = PyTuple_New(self->n_parts);
+    for (Py_ssize_t k = 0; sizes != NULL && k < self->n_parts; k++)
+        pli_tuple_put(&sizes, k, PyLong_FromLongLong(rows_of(self, n_rows, k).n));
+    return sizes;
 }
 
 static int split_packs(const module_state *state, const scattered_object *self)
 {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->packs); i++) {
-        PyObject *args[] = {PyList_GET_ITEM(self->packs, i), self->sizes};
-        PyObject *parts = PyObject_Vectorcall(state->split_packed, args, 2, NULL);
-        if (parts == NULL || PyList_SetItem(self->packs, i, parts) != 0)
+    Py_ssize_t n_packs = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++) {
+        if (self->ways[i].way != PLI_PACK_FIRST)
+            continue;
+        PyObject *sizes = sizes_of(self, self->ways[i].n_rows), *parts = NULL;
+        PyObject *args[] = {PyList_GET_ITEM(self->packs, n_packs), sizes};
+        if (sizes != NULL)
+            parts = PyObject_Vectorcall(state->split_packed, args, 2, NULL);
+        Py_XDECREF(sizes);
+        if (parts == NULL || PyList_SetItem(self->packs, n_packs++, parts) != 0)
             return -1;
     }
     return 0;
@@ -204,13 +257,12 @@ static int split_packs(const module_state *state, const scattered_object *self)
 
 static int divide(const module_state *state, scattered_object *self)
 {
-    batch first = {.leaf = -1};
     /* A single replica takes whatever the module takes. */
-    if (self->n_replicas > 1 && count_rows(state, self, &first) != 0)
+    if (self->n_replicas > 1 && count_rows(state, self) != 0)
         return -1;
-    self->n_rows = first.n_rows;
-    self->n_parts = pli_split_parts(first.n_rows, self->n_replicas);
-    if (fill_sizes(self) != 0)
+    self->n_parts = pli_split_parts(self->n_rows, self->n_replicas);
+    self->sizes = sizes_of(self, self->n_rows);
+    if (self->sizes == NULL)
         return -1;
     return self->n_parts > 1 || self->has_each ? split_packs(state, self) : 0;
 }
@@ -226,7 +278,7 @@ static Py_ssize_t put_packed(const scattered_object *self, PyObject *leaves,
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part); i++) {
         PyObject *tensor = PyTuple_GET_ITEM(part, i);
         if (tensor != Py_None &&
-            (i == 0 || (at < n && self->ways[at] == PLI_PACK_MORE)))
+            (i == 0 || (at < n && self->ways[at].way == PLI_PACK_MORE)))
             PyList_SET_ITEM(leaves, at++, Py_NewRef(tensor));
     }
     return at;
@@ -235,24 +287,25 @@ static Py_ssize_t put_packed(const scattered_object *self, PyObject *leaves,
 static PyObject *leaves_of(const scattered_object *self, Py_ssize_t k)
 {
     const Py_ssize_t n = PyList_GET_SIZE(self->leaves);
-    const pli_rows rows = pli_split_rows(self->n_rows, self->n_parts, k);
     if (self->n_parts == 1 && !self->has_each)
         return PyList_GetSlice(self->leaves, 0, n);
     PyObject *leaves = PyList_New(n);
     Py_ssize_t n_packs = 0;
     for (Py_ssize_t i = 0; leaves != NULL && i < n;) {
         PyObject *leaf = PyList_GET_ITEM(self->leaves, i);
-        if (self->ways[i] == PLI_PACK_FIRST) {
+        const int way = self->ways[i].way;
+        if (way == PLI_PACK_FIRST) {
             PyObject *parts = PyList_GET_ITEM(self->packs, n_packs++);
             i = put_packed(self, leaves, i, PyList_GET_ITEM(parts, k));
             continue;
         }
-        const int is_each = self->ways[i] == PLI_EACH;
+        pli_rows rows = {.begin = k, .n = 1};
+        if (way == PLI_SPLIT)
+            rows = rows_of(self, self->ways[i].n_rows, k);
         pli_list_put(&leaves, i,
-                     self->ways[i] == PLI_WHOLE
+                     way == PLI_WHOLE
                          ? Py_NewRef(leaf)
-                         : pli_leaf_narrow(leaf, self->dim, is_each ? k : rows.begin,
-                                           is_each ? 1 : rows.n));
+                         : pli_leaf_narrow(leaf, self->dim, rows.begin, rows.n));
         i++;
     }
     return leaves;
@@ -283,26 +336,28 @@ static int keep_way(scattered_object *self, const pli_step *at)
 {
     const Py_ssize_t i = PyList_GET_SIZE(self->leaves);
     if (i == self->n_ways_allocated) {
-        char *ways = PyMem_Realloc(self->ways, 2 * (size_t)i + 16);
+        const size_t n = 2 * (size_t)i + 16;
+        leaf_way *ways = PyMem_Realloc(self->ways, n * sizeof *ways);
         if (ways == NULL) {
             PyErr_NoMemory();
             return -1;
         }
         self->ways = ways;
-        self->n_ways_allocated = 2 * i + 16;
+        self->n_ways_allocated = (Py_ssize_t)n;
     }
     const pli_container *pack = NULL;
-    self->ways[i] = PLI_SPLIT;
-    for (; at != NULL && self->ways[i] != PLI_WHOLE; at = at->parent) {
+    leaf_way *way = &self->ways[i];
+    for (*way = (leaf_way){0}; at != NULL && way->way != PLI_WHOLE; at = at->parent) {
         if (at->container->kind == PLI_MARK) {
-            self->ways[i] = PLI_WHOLE;
+            way->way = PLI_WHOLE;
         } else if (at->container->kind == PLI_PACKED) {
-            self->ways[i] = at->child == 0 ? PLI_PACK_FIRST : PLI_PACK_MORE;
+            way->way = at->child == 0 ? PLI_PACK_FIRST : PLI_PACK_MORE;
             pack = at->container;
         }
     }
-    return self->ways[i] == PLI_PACK_FIRST ? PyList_Append(self->packs, pack->value)
-                                           : 0;
+    return pack != NULL && way->way == PLI_PACK_FIRST
+               ? PyList_Append(self->packs, pack->value)
+               : 0;
 }
 
 static int sort_value(pli_walk *walk, int kind, PyObject *const *values,

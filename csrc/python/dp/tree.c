@@ -1,7 +1,120 @@
 /* tree.c - the walk through nested containers, and paceline._native.Tree. */
 #include "tree.h"
 
+/* ---- what is inside ------------------------------------------------------------- */
+
+/* Appends a container to `pending` when it is first met. */
+static int add_pending(PyObject *container, PyObject **met, PyObject *pending)
+{
+    if (*met == NULL && (*met = PySet_New(NULL)) == NULL)
+        return -1;
+    const Py_ssize_t n_met = PySet_GET_SIZE(*met);
+    PyObject *address = PyLong_FromVoidPtr(container);
+    int status = address != NULL ? PySet_Add(*met, address) : -1;
+    if (status == 0 && PySet_GET_SIZE(*met) > n_met)
+        status = PyList_Append(pending, container);
+    Py_XDECREF(address);
+    return status;
+}
+
+/* Notes what a container holds; containers in it become pending. */
+static int look_at(const module_state *state, PyObject *container, PyObject **met,
+                   PyObject *pending, pli_contents *contents)
+{
+    pli_container self;
+    int status =
+        pli_open(state, container, (pli_kind)pli_kind_of(state, container), &self);
+    const Py_ssize_t n = status == 0 ? PyTuple_GET_SIZE(self.children) : 0;
+    for (Py_ssize_t i = 0; status == 0 && !contents->has_leaf && i < n; i++) {
+        PyObject *value = PyTuple_GET_ITEM(self.children, i);
+        const int kind = pli_kind_of(state, value);
+        contents->has_leaf |= kind >= 0 && kind < PLI_CONSTANT;
+        contents->has_value |= kind == PLI_CONSTANT && value != Py_None;
+        contents->has_mark |= kind == PLI_MARK;
+        status = kind < 0 ? -1 : 0;
+        if (kind > PLI_CONSTANT)
+            status = add_pending(value, met, pending);
+    }
+    pli_container_drop(&self);
+    return status;
+}
+
+/* Without recursion: any number of objects may be linked. */
+int pli_look_inside(const module_state *state, PyObject *container,
+                    pli_contents *contents)
+{
+    PyObject *met = NULL, *pending = PyList_New(0);
+    int status = pending != NULL ? PyList_Append(pending, container) : -1;
+    for (Py_ssize_t i = 0;
+         status == 0 && !contents->has_leaf && i < PyList_GET_SIZE(pending); i++)
+        status = look_at(state, PyList_GET_ITEM(pending, i), &met, pending, contents);
+    Py_XDECREF(pending);
+    Py_XDECREF(met);
+    return status;
+}
+
 /* ---- the walk ------------------------------------------------------------------- */
+
+/* Whether a walk opens a container whatever it holds.  Each replica has another tuple
+ * of arguments and dict of keywords; a tree of flatten() makes new lists and dicts,
+ * because paceline.check calls two models with them. */
+static int is_always_opened(const pli_walk *walk, int kind, const pli_step *at)
+{
+    if (walk->align != NULL || kind == PLI_MARK)
+        return 1;
+    return walk->mode == PLI_REBUILD ? kind != PLI_DATACLASS
+                                     : at == NULL || at->parent == NULL;
+}
+
+/* The kind by which a walk meets a value, or -1. */
+static int kind_in_walk(const pli_walk *walk, PyObject *value, const pli_step *at)
+{
+    const int kind = pli_kind_of(walk->state, value);
+    pli_contents contents = {0};
+    if (kind <= PLI_CONSTANT || is_always_opened(walk, kind, at))
+        return kind;
+    if (pli_look_inside(walk->state, value, &contents) != 0)
+        return -1;
+    return contents.has_leaf || contents.has_mark ? kind : PLI_CONSTANT;
+}
+
+/* Fills `out` with what the walk keeps about containers, a list: themselves, because
+ * another object may get the address of one that dies, and their replacement, which is
+ * NotImplemented until there is one.  Returns whether they were met before, or -1. */
+static int remember(pli_walk *walk, PyObject *const *values, PyObject **out)
+{
+    const Py_ssize_t n = walk->n;
+    PyObject **known = &walk->met[walk->is_marked];
+    *out = NULL;
+    if (*known == NULL && (*known = PyDict_New()) == NULL)
+        return -1;
+    PyObject *key = PyBytes_FromStringAndSize((const char *)values,
+                                              n * (Py_ssize_t)sizeof(PyObject *));
+    PyObject *fresh = PyList_New(n + 1), *entry = NULL;
+    for (Py_ssize_t k = 0; fresh != NULL && k < n; k++)
+        /* NOLINTNEXTLINE(clang-analyzer-security.ArrayBound): n are there */
+        PyList_SET_ITEM(fresh, k, Py_NewRef(values[k]));
+    if (fresh != NULL)
+        PyList_SET_ITEM(fresh, n, Py_NewRef(Py_NotImplemented));
+    if (key != NULL && fresh != NULL)
+        entry = PyDict_SetDefault(*known, key, fresh);
+    const int was_met = entry != fresh;
+    *out = Py_XNewRef(entry);
+    Py_XDECREF(fresh);
+    Py_XDECREF(key);
+    return entry != NULL ? was_met : -1;
+}
+
+static PyObject *replacement(const pli_walk *walk, PyObject *entry)
+{
+    PyObject *made = PyList_GET_ITEM(entry, walk->n);
+    if (made != Py_NotImplemented || walk->mode == PLI_LOOK)
+        return Py_NewRef(made);
+    return PyErr_Format(PyExc_ValueError,
+                        "a %.200s contains itself: only a list, a dict or a dataclass "
+                        "may lead back to itself",
+                        Py_TYPE(PyList_GET_ITEM(entry, 0))->tp_name);
+}
 
 static PyObject *close_with(const pli_walk *walk, const pli_container *part,
                             PyObject *items)
@@ -13,19 +126,27 @@ static PyObject *close_with(const pli_walk *walk, const pli_container *part,
     return pli_close(walk->state, part, items);
 }
 
+#define IN_CONTAINERS " while looking for tensors in nested containers"
+
+static PyObject *walk_values(pli_walk *walk, PyObject *const *values,
+                             const pli_step *at);
+
 /* Walks the children of opened parts; `column` has room for one child of each part. */
 static PyObject *walk_children(pli_walk *walk, /* NOLINT(misc-no-recursion) */
                                const pli_container *parts, PyObject **column,
                                const pli_step *at)
 {
     const Py_ssize_t n_children = PyTuple_GET_SIZE(parts[0].children);
+    const int was_marked = walk->is_marked;
     PyObject *items = PyTuple_New(n_children);
+    walk->is_marked |= parts[0].kind == PLI_MARK;
     for (Py_ssize_t i = 0; items != NULL && i < n_children; i++) {
         const pli_step below = {.parent = at, .container = parts, .child = i};
         for (Py_ssize_t k = 0; k < walk->n; k++)
             column[k] = PyTuple_GET_ITEM(parts[k].children, i);
-        pli_tuple_put(&items, i, pli_walk_values(walk, column, &below));
+        pli_tuple_put(&items, i, walk_values(walk, column, &below));
     }
+    walk->is_marked = was_marked;
     PyObject *made = items != NULL ? close_with(walk, parts, items) : NULL;
     Py_XDECREF(items);
     return made;
@@ -33,7 +154,7 @@ static PyObject *walk_children(pli_walk *walk, /* NOLINT(misc-no-recursion) */
 
 static PyObject *walk_containers(pli_walk *walk, /* NOLINT(misc-no-recursion) */
                                  pli_kind kind, PyObject *const *values,
-                                 const pli_step *at)
+                                 PyObject *entry, const pli_step *at)
 {
     pli_container *parts =
         PyMem_Calloc((size_t)walk->n, sizeof *parts + sizeof *values);
@@ -45,59 +166,51 @@ static PyObject *walk_containers(pli_walk *walk, /* NOLINT(misc-no-recursion) */
         if (status == 0 && k > 0)
             status = walk->align(parts, k, at);
     }
+    if (status == 0 && walk->mode != PLI_LOOK)
+        status = pli_begin(walk->state, parts);
+    if (status == 0 && parts[0].made != NULL)
+        status = PyList_SetItem(entry, walk->n, Py_NewRef(parts[0].made));
     PyObject *made = NULL;
     if (status == 0)
         made = walk_children(walk, parts, (PyObject **)(parts + walk->n), at);
+    if (made != NULL && PyList_SetItem(entry, walk->n, Py_NewRef(made)) != 0)
+        Py_CLEAR(made);
     for (Py_ssize_t k = 0; k < walk->n; k++)
         pli_container_drop(&parts[k]);
     PyMem_Free(parts);
     return made;
 }
 
-PyObject *pli_walk_values(pli_walk *walk, /* NOLINT(misc-no-recursion) */
-                          PyObject *const *values, const pli_step *at)
+static PyObject *walk_values(pli_walk *walk, /* NOLINT(misc-no-recursion) */
+                             PyObject *const *values, const pli_step *at)
 {
-    PyObject *made = NULL;
-    const int kind = pli_kind_of(walk->state, values[0]);
+    PyObject *made = NULL, *entry = NULL;
+    const int kind = kind_in_walk(walk, values[0], at);
     const int met = kind >= 0 ? walk->meet(walk, kind, values, at, &made) : -1;
     if (met != 0)
         return met > 0 && made == NULL ? Py_NewRef(Py_None) : made;
-    if (Py_EnterRecursiveCall(" while looking for tensors in nested containers"))
-        return NULL;
-    made = walk_containers(walk, (pli_kind)kind, values, at);
-    Py_LeaveRecursiveCall();
+    const int was_met = remember(walk, values, &entry);
+    if (was_met == 1) {
+        made = replacement(walk, entry);
+    } else if (was_met == 0 && !Py_EnterRecursiveCall(IN_CONTAINERS)) {
+        made = walk_containers(walk, (pli_kind)kind, values, entry, at);
+        Py_LeaveRecursiveCall();
+    }
+    Py_XDECREF(entry);
+    return made;
+}
+
+PyObject *pli_walk_values(pli_walk *walk, PyObject *const *values)
+{
+    PyObject *made = walk_values(walk, values, NULL);
+    Py_CLEAR(walk->met[0]);
+    Py_CLEAR(walk->met[1]);
     return made;
 }
 
 int pli_look(pli_walk *walk, PyObject *value)
 {
-    PyObject *none = pli_walk_values(walk, &value, NULL);
-    Py_XDECREF(none);
-    return none != NULL ? 0 : -1;
-}
-
-typedef struct looking {
-    pli_walk walk;
-    pli_contents *contents;
-} looking;
-
-static int note(pli_walk *walk, int kind, PyObject *const *values, const pli_step *at,
-                PyObject **out)
-{
-    pli_contents *contents = ((looking *)walk)->contents;
-    (void)at;
-    (void)out;
-    contents->has_leaf |= kind < PLI_CONSTANT;
-    contents->has_value |= kind == PLI_CONSTANT && values[0] != Py_None;
-    contents->has_mark |= kind == PLI_MARK;
-    return kind <= PLI_CONSTANT;
-}
-
-int pli_look_inside(const module_state *state, PyObject *value, pli_contents *contents)
-{
-    looking self = {.walk = {.state = state, .n = 1, .meet = note},
-                    .contents = contents};
-    return pli_look(&self.walk, value);
+    return pli_drop(pli_walk_values(walk, &value));
 }
 
 /* ---- paths ---------------------------------------------------------------------- */
@@ -158,18 +271,6 @@ PyObject *pli_path_of_leaf(const module_state *state, PyObject *value, Py_ssize_
 
 /* ---- other leaves --------------------------------------------------------------- */
 
-/* A dataclass without leaf or mark goes whole: the user's forward may write to it or
- * check its identity (an enumeration).  Returns 1, 0 or -1. */
-static int is_object(const module_state *state, int kind, PyObject *value)
-{
-    pli_contents contents = {0};
-    if (kind != PLI_DATACLASS)
-        return kind == PLI_CONSTANT;
-    if (pli_look_inside(state, value, &contents) != 0)
-        return -1;
-    return !contents.has_leaf && !contents.has_mark;
-}
-
 typedef struct replacing {
     pli_walk walk;
     PyObject *leaves;
@@ -181,14 +282,13 @@ static int replace(pli_walk *walk, int kind, PyObject *const *values,
 {
     replacing *self = (replacing *)walk;
     (void)at;
-    const int is_whole = is_object(walk->state, kind, values[0]);
-    if (kind > PLI_CONSTANT && is_whole <= 0)
-        return is_whole;
-    if (is_whole)
+    if (kind == PLI_CONSTANT)
         *out = Py_NewRef(values[0]);
-    else if (self->n_met < PySequence_Fast_GET_SIZE(self->leaves))
+    if (kind >= PLI_CONSTANT)
+        return kind == PLI_CONSTANT;
+    if (self->n_met < PySequence_Fast_GET_SIZE(self->leaves))
         *out = Py_NewRef(PySequence_Fast_GET_ITEM(self->leaves, self->n_met));
-    self->n_met += !is_whole; /* too few are an error at the end */
+    self->n_met++; /* too few are an error at the end */
     return 1;
 }
 
@@ -201,7 +301,7 @@ static PyObject *with_leaves(const module_state *state, PyObject *value,
                                .mode = keeps_marks ? PLI_REBUILD : PLI_UNMARK,
                                .meet = replace},
                       .leaves = leaves};
-    PyObject *made = pli_walk_values(&self.walk, &value, NULL);
+    PyObject *made = pli_walk_values(&self.walk, &value);
     if (made != NULL && self.n_met != PySequence_Fast_GET_SIZE(leaves)) {
         PyErr_Format(PyExc_ValueError, "unflatten: %zd leaves for a tree of %zd",
                      PySequence_Fast_GET_SIZE(leaves), self.n_met);

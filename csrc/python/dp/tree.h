@@ -8,6 +8,10 @@
  * One walk serves all callers: it opens a container, walks its children, and makes a
  * container like it from their replacements.  The walk's function `meet` decides what
  * replaces a leaf.  gather() walks several values side by side, the others walk one.
+ *
+ * A container that is met again has the replacement that it had before: it may lead
+ * back to itself.  Where one value is walked, a container without leaf or mark is a
+ * constant: forward may fill it, or check its identity (an enumeration).
  */
 #ifndef PLI_TREE_H
 #define PLI_TREE_H
@@ -39,6 +43,7 @@ typedef struct pli_container {
     PyObject *keys;     /* a tuple of the children's keys or attributes, or NULL */
     PyObject *maker;    /* if registered: the unflatten function and the context */
     PyObject *context;
+    PyObject *made; /* the new container, before it has children; or NULL */
 } pli_container;
 
 /* The kind of a value, or -1. */
@@ -48,6 +53,9 @@ int pli_kind_of(const module_state *state, PyObject *value);
 int pli_open(const module_state *state, PyObject *value, pli_kind kind,
              pli_container *out);
 void pli_container_drop(pli_container *self);
+
+/* Makes a list, dict or dataclass before its children, which may lead back to it. */
+int pli_begin(const module_state *state, pli_container *self);
 
 /* A new container like `self` with `items`, a tuple, as its children.  Their number
  * must be the same, except in a list. */
@@ -78,21 +86,25 @@ typedef struct pli_walk {
                 const pli_step *at, PyObject **out);
     /* Brings the children of part k into the order of part 0's; NULL if n is 1. */
     int (*align)(pli_container *parts, Py_ssize_t k, const pli_step *at);
+    /* The containers met so far: outside marks and inside.  Each is walked once. */
+    PyObject *met[2];
+    int is_marked; /* the walk is inside a mark */
 } pli_walk;
 
-/* The replacement of `values`; `at` is NULL for the outermost. */
-PyObject *pli_walk_values(pli_walk *walk, PyObject *const *values, const pli_step *at);
+/* The replacement of `values`. */
+PyObject *pli_walk_values(pli_walk *walk, PyObject *const *values);
 
 /* Walks through one value, in the mode PLI_LOOK: 0 or -1. */
 int pli_look(pli_walk *walk, PyObject *value);
 
-/* Whether a value contains a tensor or array, a constant other than None, a mark. */
+/* Whether a container holds a tensor or array, a constant other than None, a mark. */
 typedef struct pli_contents {
     int has_leaf, has_value, has_mark;
 } pli_contents;
 
-/* Adds the contents of `value` to `contents`: 0 or -1. */
-int pli_look_inside(const module_state *state, PyObject *value, pli_contents *contents);
+/* Adds what is in a container to `contents`, up to the first leaf: 0 or -1. */
+int pli_look_inside(const module_state *state, PyObject *container,
+                    pli_contents *contents);
 
 /* `start`, then a step for each frame: "[0]", "['mask']" or ".logits".  If `start` is
  * NULL, the outermost container is (args, kwargs): "args[0]['mask']", "kwargs['x']". */

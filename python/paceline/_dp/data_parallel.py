@@ -221,8 +221,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         *inputs, **kwargs
             For the module's own ``forward``: tensors and arrays are split along
             ``dim``, also inside lists, tuples, dicts and dataclasses; 0-dim tensors,
-            other objects, and arguments marked by :func:`paceline.replicate`, go whole
-            to each replica.
+            arguments marked by :func:`paceline.replicate`, containers without tensors,
+            and other objects go whole to each replica.
 
         Returns
         -------
@@ -234,7 +234,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         Raises
         ------
         ValueError
-            If inputs have different batch sizes, or outputs cannot be joined.
+            If inputs cannot be split by rows, or outputs cannot be joined.
         Exception
             The error that the module raises in a replica, of the same type; the message
             has the number of the replica and its traceback.

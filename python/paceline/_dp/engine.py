@@ -403,7 +403,7 @@ class Engine:
         if self.is_cpu:
             return output
         with _recorded([output]):
-            return transfers.Joiner(self.group.streams(), where).of_replica_0(output)
+            return transfers.Joiner(self.group.streams(), where).of_replica(output, 0)
 
     def _run_on(self, index: int, stream: Any, call: Callable[[], Any]) -> Any:
         with self._machine.on(index, stream):

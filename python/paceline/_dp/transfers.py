@@ -334,11 +334,11 @@ class Joiner:
             ]
         )
 
-    def of_replica_0(self, output: Any) -> Any:
-        """Return replica 0's output, with its tensors on the output device."""
+    def of_replica(self, output: Any, k: int) -> Any:
+        """Return a value of replica k, with its tensors on the output device."""
         tree, leaves = _native.flatten(output)
         placed = [
-            self._bring(leaf, 0) if isinstance(leaf, torch.Tensor) else leaf
+            self._bring(leaf, k) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
         are_there = all(map(operator.is_, placed, leaves))

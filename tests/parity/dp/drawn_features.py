@@ -2,8 +2,10 @@
 
 A feature is the text of a part of a script: the code outside the class (`outside`), in
 ``__init__`` and in ``forward``, and statements that change it between two calls, where
-`m` is the model.  ``$`` stands for the number of the feature in its program, so that
-one may be drawn twice.  Values are small integers and halves: all sums are exact.
+`m` is the model.  Some pass an argument, ``given['g$']``: `make` makes it for `n` rows,
+and `seen` says what is compared after the call.  ``$`` stands for the number of the
+feature in its program, so that one may be drawn twice.  Values are small integers and
+halves: all sums are exact.
 
 A forward changes things by assignment, or always to the same value: a replica shares
 lists and globals with the others, as in torch.  No feature depends on the identity of a
@@ -24,6 +26,8 @@ class Feature:
     changes: tuple[str, ...] = ()
     outside: str = ""
     methods: str = ""
+    make: str = ""
+    seen: str = ""
 
 
 LAYERS = {
@@ -390,7 +394,7 @@ STATE = {
         ),
     ),
     "complex": Feature(
-        "self.j$ = nn.Parameter(torch.tensor([1 + 2j, 3j, 1, 2])); "
+        "self.j$ = nn.Parameter(torch.tensor([1 + 2j, 3j, 1, 2]).cdouble()); "
         "self.register_buffer('p$', torch.tensor([1 + 2j, 3j, 1, 2]))",
         "x = x + (self.j$ * 1j).real.double() + self.p$.resolve_conj().imag.double()",
         (
@@ -448,6 +452,58 @@ CODE = {
     ),
 }
 
+_LIST = "given['g$'].extend(x[:, 0].tolist())"
+
+INPUTS = {
+    "list to fill": Feature(forward=_LIST, make="[]", seen="sorted(given['g$'])"),
+    "begun list to fill": Feature(
+        forward=_LIST, make="[float(n)]", seen="sorted(given['g$'])"
+    ),
+    "dict to fill": Feature(
+        forward="given['g$'].update({int(v): 'row' for v in x[:, 1] % 9})",
+        make="{}",
+        seen="sorted(given['g$'])",
+    ),
+    "log beside a tensor": Feature(
+        forward="given['g$'][1]['log'].extend(x[:, 0].tolist()); "
+        "x = x + given['g$'][0]",
+        make="[table(n, $), {'log': collections.deque()}]",
+        seen="sorted(given['g$'][1]['log']), given['g$'][0].grad",
+    ),
+    "linked dataclasses": Feature(
+        forward="x = x + given['g$'].x - 2 * given['g$'].next.x; "
+        "x = x * (1 + (given['g$'].next.next is given['g$']))",
+        make="ring(table(n, $), table(n, $ + 1))",
+        seen="given['g$'].x.grad, given['g$'].next.x.grad",
+    ),
+    "dataclasses in a list in itself": Feature(
+        forward="x = x + given['g$'][0].x * (1 + (given['g$'][1] is given['g$']))",
+        make="around([ring(table(n, $), table(n, $ + 1))])",
+        seen="given['g$'][0].x.grad",
+    ),
+    "linked settings": Feature(
+        forward="given['g$'].x.append(len(x)); x = x + len(given['g$'].next.x)",
+        make="ring([], [1, 2])",
+        seen="sum(given['g$'].x)",
+    ),
+    "rows for each row": Feature(
+        forward="x = x + given['g$'].view(len(x), -1, 4).sum(1)",
+        make="table(3 * n, $)",
+        seen="given['g$'].grad",
+    ),
+    "rows for each of these": Feature(
+        forward="x = x.repeat_interleave(2, 0) * given['g$'][0] + 1; "
+        "x = (x * given['g$'][1][::3]).view(len(x) // 2, 2, 4).sum(1)",
+        make="[table(2 * n, $), table(6 * n, $ + 1)]",
+        seen="[t.grad for t in given['g$']]",
+    ),
+    "array of rows": Feature(
+        forward="x = x + torch.from_numpy(given['g$'].reshape(len(x), -1))"
+        ".to(x.device)[:, 1:5]",
+        make="np.arange(10.0 * n).reshape(2 * n, 5) % 7",
+    ),
+}
+
 ANYWHERE = (
     "m.eval()",
     "m.train()",
@@ -462,7 +518,7 @@ ANYWHERE = (
     "m.register_buffer('late', ints(4, 1))",
     "m.late = ints(4, 2)",
     "m.apply(lambda part: setattr(part, 'touched', 1))",
-    "m.forward = types.MethodType(lambda self, x: Net.forward(self, x), m)",
+    "m.forward = types.MethodType(lambda self, *a, **k: Net.forward(self, *a, **k), m)",
     "exec('import math\\nLATE = math.floor(2.5)', globals())",
     "Net.late_method = lambda self: 1",
     "m.share_memory()",
@@ -479,6 +535,9 @@ OUTPUTS = (
     "Out(x=x, y=x.detach())",
     "Named(x, x.sum(1))",
     "[x, x]",
+    "ring(x, x * 2)",
+    "[row.expand(9 + int(row[0]) % 3, -1) for row in x]",
+    "{'rows': [{'boxes': row.expand(9, -1), 'id': int(row[0])} for row in x]}",
 )
 
 HEAD = """
@@ -496,10 +555,31 @@ class Out:
     y: torch.Tensor
 
 
+@dataclasses.dataclass
+class Link:
+    x: object
+    next: "Link | None" = None
+
+
+def ring(x, y):
+    first, second = Link(x), Link(y)
+    first.next, second.next = second, first
+    return first
+
+
+def around(values):
+    values.append(values)
+    return values
+
+
 def ints(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
     made = torch.randint(-2, 3, (n,), generator=generator, device="cpu")
     return made.double().to(torch.get_default_device())
+
+
+def table(n, seed):
+    return ints(4 * n, seed).view(n, 4).requires_grad_()
 
 
 def memory(tensor):

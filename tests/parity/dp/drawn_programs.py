@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,20 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # for `support`
 
-from drawn_features import ANYWHERE, CODE, HEAD, LAYERS, OUTPUTS, STATE, Feature
+from drawn_features import (
+    ANYWHERE,
+    CODE,
+    HEAD,
+    INPUTS,
+    LAYERS,
+    OUTPUTS,
+    STATE,
+    Feature,
+)
 from replicas import assert_close, assert_same, graphs_of, integers
 from support import devices, fake_gpus
 
-ALL = {**LAYERS, **STATE, **CODE}
+ALL = {**LAYERS, **STATE, **CODE, **INPUTS}
 LARGEST = 1e6  # of an output: squares, and sums of their gradients, are still exact
 PLAIN = (int, float, str, bool, type(None), tuple, list, dict, set)
 
@@ -51,14 +60,20 @@ class Step:
 
 @dataclass
 class Program:
-    """The text of a script that defines `Net`, and the steps to take with it."""
+    """The text of a script that defines `Net`, and the steps to take with it.
+
+    `given` has the code that makes each keyword argument, and the code that reads it
+    after a call.
+    """
 
     seed: int
     text: str
     steps: list[Step]
+    given: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"# seed {self.seed}", self.text]
+        lines += [f"# given {name}: {make}" for name, (make, _) in self.given.items()]
         for number, step in enumerate(self.steps):
             lines.append(f"# step {number}: {step.mode}, {step.rows} rows")
             lines += step.changes
@@ -83,19 +98,28 @@ def _class_text(chance: random.Random, drawn: list[tuple[int, Feature]]) -> str:
         "    def __init__(self):\n"
         f"        super().__init__(){indent}{indent.join(init)}\n"
         f"{''.join(methods)}\n"
-        "    def forward(self, x):\n"
+        "    def forward(self, x, **given):\n"
         f"        {indent.join(forward)}\n"
         f"        return {chance.choice(OUTPUTS)}\n"
     )
 
 
-def _program(chance: random.Random, names: list[str]) -> tuple[str, list[str]]:
-    """Return the text of a program with these features, and its possible changes."""
+Given = dict[str, tuple[str, str]]
+
+
+def _program(chance: random.Random, names: list[str]) -> tuple[str, list[str], Given]:
+    """Return a program's text with these features, possible changes and arguments."""
     drawn = [(at, ALL[name]) for at, name in enumerate(names)]
     outside = [_numbered(one.outside, at) for at, one in drawn if one.outside]
     outside = list(dict.fromkeys(outside))
     text = "\n\n".join([HEAD, *outside, _class_text(chance, drawn)])
-    return text, [_numbered(text, at) for at, one in drawn for text in one.changes]
+    given = {
+        f"g{at}": (_numbered(one.make, at), _numbered(one.seen, at))
+        for at, one in drawn
+        if one.make
+    }
+    changes = [_numbered(text, at) for at, one in drawn for text in one.changes]
+    return text, changes, given
 
 
 def each_change() -> Iterator[Program]:
@@ -104,14 +128,13 @@ def each_change() -> Iterator[Program]:
     One more has all changes of a feature, one after the other.
     """
     for name in ALL:
-        text, changes = _program(random.Random(0), [name])
+        text, changes, given = _program(random.Random(0), [name])
         first, last = Step((), 7, "train"), Step((), 7, "no_grad")
-        yield Program(
-            0, text, [first, *(Step((c,), 7, "train") for c in changes), last]
-        )
+        all_ = [first, *(Step((c,), 7, "train") for c in changes), last]
+        yield Program(0, text, all_, given)
         for change in (*changes, *(ANYWHERE if name == "linear" else ())):
-            yield Program(0, text, [Step((change,), 7, "train"), first, last])
-            yield Program(0, text, [first, Step((change,), 7, "twice"), last])
+            yield Program(0, text, [Step((change,), 7, "train"), first, last], given)
+            yield Program(0, text, [first, Step((change,), 7, "twice"), last], given)
 
 
 def draw(seed: int) -> Program:
@@ -120,7 +143,8 @@ def draw(seed: int) -> Program:
     names = chance.sample(sorted(LAYERS), chance.randint(1, 3))
     names += chance.sample(sorted(STATE), chance.randint(0, 3))
     names += chance.sample(sorted(CODE), chance.randint(0, 2))
-    text, changes = _program(chance, names)
+    names += chance.sample(sorted(INPUTS), chance.choice([0, 0, 1, 2]))
+    text, changes, given = _program(chance, names)
     steps = []
     for number in range(chance.randint(3, 6)):
         n = chance.choice([0, 1, 1, 1, 2]) if number else 0
@@ -132,7 +156,7 @@ def draw(seed: int) -> Program:
         )
         mode = chance.choice(["train", "train", "train", "no_grad", "twice"])
         steps.append(Step(some, chance.choice([5, 7, 7, 8, 1]), mode))
-    return Program(seed, text, steps)
+    return Program(seed, text, steps, given)
 
 
 # ---- running ------------------------------------------------------------------------
@@ -143,6 +167,7 @@ class Side:
 
     def __init__(self, program: Program, device_ids: list[Any] | None) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__"}
+        self.given = program.given
         is_on_gpus = device_ids is not None and device_ids[0] != "cpu"
         self.device = torch.device(devices.KIND if is_on_gpus else "cpu")
         with self.device:
@@ -159,12 +184,15 @@ class Side:
         """Return inputs' gradients and outputs of a step."""
         if step.mode == "no_grad":
             with torch.no_grad():
-                return [self.model(integers(step.rows, 4, seed=number))]
-        inputs, outputs, loss = [], [], 0
+                given = self._made(step.rows)
+                x = integers(step.rows, 4, seed=number)
+                return [self._called(x, given), self._seen(given)]
+        inputs, given, outputs, loss = [], [], [], 0
         for at in range(2 if step.mode == "twice" else 1):
             x = integers(step.rows, 4, seed=number + 9 * at).requires_grad_()
             inputs.append(x)
-            outputs.append(self.model(x))
+            given.append(self._made(step.rows))
+            outputs.append(self._called(x, given[-1]))
             loss = loss + sum(t.square().sum() for t in graphs_of(outputs[-1]))
         if loss.requires_grad:
             loss.backward()
@@ -172,7 +200,24 @@ class Side:
             for p in self.inner.parameters():
                 if p.grad is not None and p.requires_grad and not p.is_complex():
                     p.sub_(p.grad.sign())
-        return [[x.grad for x in inputs], outputs]
+        return [[x.grad for x in inputs], outputs, [*map(self._seen, given)]]
+
+    def _made(self, rows: int) -> dict[str, Any]:
+        """Return the keyword arguments of a call."""
+        return {
+            name: eval(make, self.names, {"n": rows})
+            for name, (make, _) in self.given.items()
+        }
+
+    def _called(self, x: torch.Tensor, given: dict[str, Any]) -> Any:
+        return _opened(self.model(x, **given))
+
+    def _seen(self, given: dict[str, Any]) -> list[Any]:
+        """Return what is compared of the keyword arguments after a call."""
+        return [
+            eval(seen, self.names, {"given": given}) if seen else None
+            for _, seen in self.given.values()
+        ]
 
     def attempt(self, step: Step, number: int) -> tuple[Any, Exception | None]:
         """Return a step's result or its error; new tensors are on the device."""
@@ -189,6 +234,13 @@ class Side:
             return self.call(step, number), None
         except Exception as error:
             return None, error
+
+
+def _opened(value: Any) -> Any:
+    """Return what links lead to: a comparison of linked objects would not end."""
+    if type(value).__name__ == "Link":
+        return value.x, value.next.x, value.next.next is value
+    return value
 
 
 def _largest(value: Any) -> float:

@@ -5,7 +5,7 @@ of others.
 """
 
 import pytest
-from drawn_features import ANYWHERE, CODE, LAYERS, STATE
+from drawn_features import ANYWHERE, CODE, INPUTS, LAYERS, STATE
 from drawn_programs import (
     ONLY_ON_THE_CPU,
     Differs,
@@ -18,6 +18,7 @@ from drawn_programs import (
 from kept import as_new
 from support import fake_gpus
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* rows for each row of the batch")
 N_PROGRAMS, FIRST_SEED = 60, 20261122
 
 
@@ -56,7 +57,7 @@ def test_a_seed_draws_one_program():
 
 def test_each_feature_is_drawn():
     texts = [draw(seed).text for seed in range(300)]
-    for features in (LAYERS, STATE, CODE):
+    for features in (LAYERS, STATE, CODE, INPUTS):
         for name, feature in features.items():
             begin = (feature.methods or feature.forward or feature.outside).strip()
             assert any(begin.split("$")[0] in text for text in texts), name

@@ -10,7 +10,7 @@ from paceline import _native
 from paceline._compat import torch_core
 from support.leaks import assert_leaves_nothing
 from torch.nn.parallel import scatter_gather
-from values import Attributed, Box, Classified, Frozen, Odd, Pair, rows, same
+from values import Attributed, Box, Classified, Frozen, Odd, Pair, Wanting, rows, same
 
 torch_core.attach()
 
@@ -159,12 +159,15 @@ LISTS_AS_IN_TORCH = {
     "dicts": lambda x: [{"boxes": x, "scores": x[:, 0]} for _ in range(2)],
     "lists": lambda x: [[x], [x, x]],
     "empty": lambda x: [],
-    "a row each": list,
+    "feature maps": lambda x: [x, x[:, :1], x[:, :, None]],
+    "losses": lambda x: [x.sum(), x.mean()],
+    "vectors of the batch": lambda x: [x[:, 0], torch.arange(5)[:, None]],
 }
 
 
+@pytest.mark.filterwarnings("ignore")  # some are in doubt, see below
 @pytest.mark.parametrize("name", LISTS_AS_IN_TORCH)
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 3), (4, 4)])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 3), (4, 4)])
 def test_lists_of_tensors_are_joined_as_by_torch(name, sizes, monkeypatch):
     def join(device, dim, *tensors):
         return torch.cat([t.reshape(-1) if t.ndim == 0 else t for t in tensors], dim)
@@ -173,6 +176,65 @@ def test_lists_of_tensors_are_joined_as_by_torch(name, sizes, monkeypatch):
     parts = rows(sum(sizes), 2).split(sizes)
     outputs = [LISTS_AS_IN_TORCH[name](part) for part in parts]
     assert same(gather(*outputs, sizes=sizes), scatter_gather.gather(outputs, 0))
+
+
+def boxes(row, n):
+    return row.expand(n, -1)
+
+
+LISTS_OF_ROWS = {
+    "vectors": list,
+    "arrays": lambda x: list(x.numpy()),
+    "boxes": lambda x: [boxes(row, 7) for row in x],
+    "boxes in any number": lambda x: [boxes(r, int(r[0] / 2 + 2) % 4) for r in x],
+    "dicts": lambda x: [{"boxes": boxes(row, 5), "id": int(row[0])} for row in x],
+    "dataclasses": lambda x: [Pair(boxes(row, 5), None) for row in x],
+    "masks": lambda x: [torch.ones(6, int(row[0]) + 1, 2) for row in x],
+    "some in each": lambda x: [[boxes(row, 5)] * (int(row[0]) // 2 % 3) for row in x],
+}
+
+
+@pytest.mark.parametrize("name", LISTS_OF_ROWS)
+@pytest.mark.parametrize("sizes", [(3, 3), (4, 4), (4, 3), (3, 2, 2), (2, 1), (1, 1)])
+def test_lists_with_an_entry_for_each_row_are_those_of_the_batch(name, sizes):
+    make, x = LISTS_OF_ROWS[name], rows(sum(sizes), 5)
+    outputs = [{"rows": make(part)} for part in x.split(sizes)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(gather(*outputs, sizes=sizes), {"rows": make(x)})
+        (alone,) = [gather({"rows": make(x)}, sizes=(len(x),))]
+    assert same(alone, {"rows": make(x)})
+    assert_leaves_nothing(lambda: gather(*outputs, sizes=sizes), *outputs)
+
+
+DOUBTFUL = {
+    "one of one": (lambda x: [x], (1, 1)),
+    "boxes": (lambda x: [{"boxes": boxes(row, 2)} for row in x], (2, 2)),
+    "heads": (lambda x: [x, x + 1, x + 2], (3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_a_list_in_doubt_is_joined_as_by_torch_with_a_warning(name):
+    """All tensors of a list as long as the rows have that many rows too."""
+    make, sizes = DOUBTFUL[name]
+    outputs = [(make(part), "a") for part in rows(sum(sizes), 2).split(sizes)]
+    words = r"gather: output\[0\] is a list as long .* return a tuple"
+    with pytest.warns(UserWarning, match=words):
+        joined = gather(*outputs, sizes=sizes)[0]
+    assert len(joined) == sizes[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning):
+            gather(*outputs, sizes=sizes)
+        as_tuple = gather(*[tuple(make(p)) for p in rows(sum(sizes), 2).split(sizes)])
+    assert len(as_tuple) == sizes[0]
+
+
+def test_lists_of_entries_that_differ_are_joined_by_entry():
+    maps = [[x, x[:, :1], x[:1]] for x in rows(6, 2).split(3)]  # as long as the rows
+    joined = gather(*maps, sizes=(3, 3))
+    assert [each.shape for each in joined] == [(6, 2), (6, 1), (2, 2)]
 
 
 PLAIN = {
@@ -200,8 +262,31 @@ def test_a_list_of_plain_values_that_is_not_by_row_is_an_error():
     assert gather((8, 16), (8, 32), sizes=(2, 2)) == ([8, 8], [16, 32])
 
 
-def test_outputs_that_hold_themselves_are_an_error():
+def test_outputs_that_lead_back_to_themselves_are_joined():
+    def output(x):
+        first, second = Attributed(x=x), Wanting([x + 1], 1)
+        first.rest, second.rest = [second, second], first
+        second.x.append(first)
+        return first
+
+    outputs = [output(A), output(B)]
+    joined = gather(*outputs)
+    second = joined.rest[0]
+    assert torch.equal(joined.x, X)
+    assert torch.equal(second.x[0], X + 1)
+    assert second.x[1] is joined
+    assert joined.rest[1] is second
+
+    def once():
+        again = gather(*outputs)
+        again.rest[0].x.clear()
+
+    assert_leaves_nothing(once, *outputs, A, B)
     value = []
     value.append(value)
-    with pytest.raises(RecursionError):
-        gather([value], [value], sizes=())
+    again = gather(value, value, sizes=())
+    assert again[0] is again
+    inside = [A]
+    inside.append((inside,))
+    with pytest.raises(ValueError, match="a tuple contains itself"):
+        gather(inside[1], inside[1])

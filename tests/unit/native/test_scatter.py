@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import OrderedDict, defaultdict, deque
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.utils.rnn import (
     pack_sequence,
     unpack_sequence,
 )
-from values import Pair, Wanting, chunk, rows, same
+from values import Box, Pair, Wanting, chunk, rows, same
 
 torch_core.attach()
 
@@ -84,14 +85,67 @@ def test_a_part_is_of_the_type_of_the_whole():
     assert np.shares_memory(part.data, array.data)
 
 
-@pytest.mark.parametrize("n_rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_rows", [0, 2, 5])
 def test_batches_that_disagree_are_one_error(n_rows):
-    mask = rows(n_rows if n_rows != 3 else 0)
+    mask = rows(n_rows)
     with pytest.raises(ValueError, match="args\\[0\\] has 3 rows") as caught:
         _native.scatter((rows(3, 2),), {"mask": [None, mask]}, 2, 0)
     words = str(caught.value)
     assert f"kwargs['mask'][1] has {len(mask)}" in words
     assert "paceline.replicate(x)" in words
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("sizes", [(5, 10), (12, 4, 8), (3, 3, 15), (2, 4), (7, 1)])
+def test_several_rows_go_with_each_row_of_the_smallest(sizes, dim, n):
+    xs = [rows(size * 2).reshape(size, 2) for size in sizes]
+    xs = [x.T.contiguous() if dim else x for x in xs]
+    with pytest.warns(UserWarning, match="paceline.replicate"):
+        scattered = _native.scatter(
+            (xs[0],), {"more": [x.numpy() for x in xs[1:]]}, n, dim
+        )
+    parts = [torch.tensor_split(x, min(n, min(sizes)), dim) for x in xs]
+    fewest = sizes.index(min(sizes))
+    assert scattered.sizes == tuple(part.shape[dim] for part in parts[fewest])
+    for k in range(len(scattered.sizes)):
+        begin, end = sum(scattered.sizes[:k]), sum(scattered.sizes[: k + 1])
+        for x, leaf, size in zip(xs, scattered.leaves(k), sizes, strict=True):
+            i = size // min(sizes)
+            of_k = x.narrow(dim, begin * i, (end - begin) * i)
+            assert np.array_equal(leaf, of_k)
+
+
+def test_several_rows_for_each_row_are_a_warning_once():
+    with pytest.warns(UserWarning, match="replicate") as caught:
+        _native.scatter((rows(6), rows(2), rows(4)), {}, 2, 0)
+    assert [str(w.message).partition(":")[0] for w in caught] == [
+        "args[0] has 3 rows for each row of the batch"
+    ]
+
+
+def test_several_packed_sequences_go_with_each_row():
+    sequences = [rows(n, 2, start=9 * n) for n in (1, 3, 2, 4, 2, 1)]
+    packed = pack_sequence(sequences, enforce_sorted=False)
+    with pytest.warns(
+        UserWarning, match=r"args\[1\]\.data has 2 rows for each row of the batch"
+    ):
+        scattered = _native.scatter((rows(3), packed), {}, 2, 0)
+    parts = [unpack_sequence(args[1]) for args, _ in chunks(scattered)]
+    assert same(parts, [sequences[:4], sequences[4:]])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_number_for_each_replica_is_told_from_a_flag_for_each_row():
+    number = torch.full((4, 1), 7.0)
+    for n_rows in (2, 8, 9):  # the number is not one of several for each row
+        scattered = _native.scatter((rows(n_rows), number), {}, 4, 0)
+        assert {len(scattered.leaves(k)[1]) for k in range(min(4, n_rows))} == {1}
+    call = rows(2), number, rows(4)  # here it is
+    scattered = _native.scatter(call, {}, 4, 0)
+    assert [len(leaf) for leaf in scattered.leaves(1)] == [1, 2, 2]
+    with pytest.raises(ValueError, match=r"args\[0\] has 6 rows .* args\[1\] has 4"):
+        _native.scatter((rows(6), number, rows(4)), {}, 4, 0)
 
 
 def test_a_leaf_without_the_dimension_is_named():
@@ -165,11 +219,37 @@ def test_a_packed_sequence_that_was_sorted_stays_without_indices():
     assert [x.tolist() for x in scattered.leaves(1)[2:]] == [[0], [2.0]]
 
 
-def test_a_dataclass_without_tensors_is_one_object_for_all_as_in_torch():
-    thing = Wanting(["log"], 1)
-    for args, _ in chunks(_native.scatter((rows(4), [thing]), {}, 2, 0)):
-        assert args[1][0] is thing
-    assert all(part[0] is thing for part in scatter_gather.scatter([thing], [0, 1]))
+THINGS = [
+    Wanting(["log"], 1),
+    [],
+    {},
+    ["begun"],
+    {"seen": [1, "a"]},
+    deque([None]),
+    OrderedDict(a=1),
+    defaultdict(list),
+    Box([], "label"),
+]
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: type(thing).__name__)
+def test_a_container_without_tensors_is_one_object_for_all(thing):
+    given = (rows(4), {"in": [thing]}, Replicated(thing), Replicated([rows(3), thing]))
+    scattered = _native.scatter(given, {"a": thing}, 2, 0)
+    for args, kwargs in chunks(scattered):
+        found = args[1]["in"][0], args[2], args[3][1], kwargs["a"]
+        assert all(one is thing for one in found)
+    named = [
+        kwargs for _, kwargs in chunks(_native.scatter((rows(4),), {"a": 1}, 2, 0))
+    ]
+    assert named[0] is not named[1]
+    (args, _) = chunk(_native.scatter(given, {}, 1, 0), 0)
+    assert args[1]["in"][0] is args[2] is args[3][1] is thing
+
+
+def test_a_dataclass_and_what_is_empty_are_one_object_for_all_as_in_torch():
+    for thing in (THINGS[0], [], {}):
+        assert all(part[0] is thing for part in scatter_gather.scatter([thing], [0, 1]))
     marked = Wanting([Replicated(2)], 1)
     (args, _) = chunk(_native.scatter((rows(4), marked), {}, 2, 0), 1)
     assert args[1].x == [2]

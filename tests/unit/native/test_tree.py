@@ -25,6 +25,7 @@ from values import (
     Pair,
     Slotted,
     Wanting,
+    chunk,
     rows,
     same,
 )
@@ -181,15 +182,83 @@ def test_leaves_must_be_as_many_as_there_were():
         tree.unflatten(leaves[:1])
 
 
-def test_a_container_that_holds_itself_is_an_error():
-    value = [rows(2)]
-    value.append(value)
-    with pytest.raises(RecursionError):
-        _native.flatten(value)
+def linked():
+    t, ends = rows(2, 3), Attributed(t=rows(1))
+    box, first, second = Rows([t]), Wanting(t, 3), Wanting(rows(2), 3)
+    first.next, second.x = second, [second.x, (first, {"itself": box})]
+    first.x, ends["list"] = (first.x, second), box
+    box += [first, box, ends, ends]
+    return box
+
+
+def test_a_container_that_leads_back_to_itself_comes_back_so():
+    value = linked()
+    tree, leaves = _native.flatten(value)
+    paths = ["[0]", "[1].x[0]", "[1].x[1].x[0]", "[3]['t']"]
+    assert [tree.path(i) for i in range(len(leaves))] == paths
+    again = tree.unflatten([leaf + 1 for leaf in leaves])
+    assert torch.equal(again[0], value[0] + 1)
+    first = again[1]
+    assert first.x[1].x[1] == (first, {"itself": again})
+    assert again[2] is again
+    assert again[3] is again[4]
+    assert again[4].list is again
+    assert first is not value[1]
+
+
+def test_values_that_lead_back_to_themselves_leave_nothing():
+    value = linked()
+
+    def once():
+        tree, leaves = _native.flatten(value)
+        again = tree.unflatten(leaves)
+        del again[1].x, again[1].next, again[3]["list"], again[2]
+
+    assert_leaves_nothing(once, value, value[0], value[1], Rows, Wanting)
+
+
+def test_what_cannot_lead_back_to_itself_is_an_error():
+    inside, ordered = [], collections.OrderedDict()
+    value = (rows(2), inside)
+    inside.append(value)
+    ordered["itself"] = [rows(2), ordered]
     marker = Replicated(None)
     marker.value = marker
-    with pytest.raises(RecursionError):
-        _native.flatten(marker)
+    for wrong in (value, ordered):
+        tree, leaves = _native.flatten(wrong)
+        assert len(leaves) == 1
+        with pytest.raises(ValueError, match=f"{type(wrong).__name__} contains itself"):
+            tree.unflatten(leaves)
+    with pytest.raises(ValueError, match="Replicated contains itself"):
+        chunk(_native.scatter((marker,), {}, 1, 0), 0)
+    deep = rows(2)
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RecursionError, match="nested containers"):
+        _native.flatten(deep)
+
+
+def test_containers_of_many_links_are_walked_once_each():
+    value = rows(2)
+    for _ in range(100):
+        value = [value, (value, {"a": value})]
+    tree, leaves = _native.flatten(value)
+    again = tree.unflatten(leaves)
+    assert len(leaves) == 3
+    assert again[0] is again[1][0] is again[1][1]["a"]
+
+
+def test_objects_without_tensors_may_be_linked_in_any_number():
+    thing = None
+    for _ in range(100_000):
+        thing = Slotted(thing, [thing, {"other": thing}])
+    x = rows(4)
+    for k in range(2):
+        args, kwargs = chunk(_native.scatter((x, thing), {"a": [thing]}, 2, 0), k)
+        assert args[1] is kwargs["a"][0] is thing
+    while thing is not None:  # Python's own end of such a chain would be too deep
+        thing.y.clear()
+        thing = thing.x
 
 
 def fail(*_):

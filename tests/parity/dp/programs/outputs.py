@@ -88,6 +88,40 @@ def lists_of_names_with_an_entry_a_row_are_joined(m, x):
     return m.layer(x), [f"row {int(v)}" for v in x[:, 0]]
 
 
+ENTRIES = {
+    "boxes": lambda x, y: [
+        row.expand(int(v) + 3, -1) for row, v in zip(y, x[:, 0], strict=True)
+    ],
+    "detections": lambda x, y: [
+        {
+            "boxes": row.expand(int(v) + 3, -1),
+            "scores": row.new_ones(int(v) + 3),
+            "n": 1,
+        }
+        for row, v in zip(y, x[:, 0], strict=True)
+    ],
+    "records": lambda x, y: [Record(row.expand(12, -1), note="kept") for row in y],
+    "vectors": lambda x, y: [row.repeat(6) for row in y],
+    "numbers of a row": lambda x, y: [list(row.repeat(6)[None]) for row in y],
+    "inside a dict": lambda x, y: {"y": y, "rows": [(row.repeat(6), "a") for row in y]},
+    "feature maps": lambda x, y: [y, y[:, :1], y[:, :, None]],
+    "three of one form": lambda x, y: (y, (y + 1, y + 2)),
+    "dicts of feature maps": lambda x, y: [{"y": y[:, :n]} for n in (1, 2, 0)],
+}
+
+
+@uses(module(lambda m, x, form: form(x, m.layer(x)), layer=linear(2)), on=THREE)
+def lists_are_of_rows_or_of_batches(model):
+    seen = []
+    for form in ENTRIES.values():
+        for n_rows in (7, 6, 9, 2, 1, 3):
+            x = grown(integers(n_rows, 3))
+            out = model(x, form)
+            loss_of_all(out).backward()
+            seen.append([out, x.grad])
+    return seen
+
+
 def found(m, x):
     y = m.layer(x)
     values = len(x), f"{len(x)} rows", len(x) / 8, len(x) == 4, 2.5, b"bytes", 1j
