@@ -348,6 +348,8 @@ class Engine:
 
     def _marks(self) -> list[Any]:
         """Return values that change if a generator that replicas share is used."""
+        if self.is_cpu:
+            return rng.marks()
         shared = {i for i in self.indices if self.indices.count(i) > 1}
         return rng.marks(map(self._machine.generator, sorted(shared)))
 

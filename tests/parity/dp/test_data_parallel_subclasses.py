@@ -530,7 +530,12 @@ TAKEN = [
     "not (torch.cuda.device_count() > 1 or x.is_cuda)",
 ]
 REFUSED = [
-    *("x.cuda()", "x.to('cuda:0')", "x.to(model.device_ids[0])", "model.cuda()"),
+    *(
+        "x.cuda()",
+        "x.to('cuda:0')",
+        "x.to(f'cuda:{model.device_ids[0]}')",
+        "model.cuda()",
+    ),
     *("torch.ones(1, device='cuda')", "torch.cuda.set_device(0)"),
     *("torch.cuda.current_device()", "torch.cuda.synchronize()"),
     *("torch.cuda.Stream()", "torch.cuda.Event()"),

@@ -369,7 +369,11 @@ class Sum(nn.Linear):
 
 OTHERWISE = [
     (Net(), torch.arange(12.0).reshape(4, 3), "note: BatchNorm in training mode"),
-    (nn.Dropout(0.5), torch.ones(64, 9), "draws random numbers"),
+    (
+        nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)),  # of all rows, then again
+        torch.ones(64, 9),
+        "draws random numbers",
+    ),
     (Sum(1, 1), torch.ones(4, 1), "[1] torch.float32"),
 ]
 
