@@ -249,6 +249,7 @@ class Watch:
 
     def __exit__(self, *ignored: object) -> None:
         _watched.discard(self)
+        self._tasks = []  # the watching thread may hold this object for a while
 
     def look(self) -> None:
         """Start the other replicas if the one at work has waited for some time."""
@@ -280,6 +281,7 @@ def _look() -> None:
         time.sleep(PATIENCE_S / 4)
         for watch in list(_watched):
             watch.look()
+            del watch  # or it would be held during the sleep
 
 
 # ---- threads ------------------------------------------------------------------------
