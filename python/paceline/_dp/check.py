@@ -212,7 +212,7 @@ def _copied(leaf: Any, place: torch.device | None) -> Any:
 def _run(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
     """Return the output for a fixed seed, and whether the forward draws numbers."""
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)  # not those of GPUs
         before = torch.get_rng_state()
         output = call(*args, **kwargs)
         return output, not torch.equal(before, torch.get_rng_state())
