@@ -3,7 +3,7 @@
 #include "comm/links.h"
 #include "ipc/parent_watch.h"
 #include "python/ddp/dropped_backward.h"
-#include "python/ddp/grad_window.h"
+#include "python/ddp/grads.h"
 #include "python/ddp/reducer_args.h"
 #include "python/dp/tree.h"
 

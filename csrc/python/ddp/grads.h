@@ -1,4 +1,5 @@
-/* grads.h - one gradient on its way into its slot. */
+/* grads.h - one gradient on its way into its slot and back; and the window through
+ * which gradients see their slots (comm/window.h). */
 #ifndef PLI_GRADS_H
 #define PLI_GRADS_H
 
@@ -15,13 +16,27 @@ int pli_grads_note(reducer_object *self, size_t first);
 /* Backward has produced a gradient for slot i. */
 int pli_grads_mark_ready(reducer_object *self, size_t i);
 
-/* Makes a tensor in slot i's layout: the parameter's may have changed. */
-PyObject *pli_grads_make_empty(reducer_object *self, size_t i);
-
 /* Before the end of the step: slot i got no gradient. */
 int pli_grads_mark_unused(reducer_object *self, size_t i);
 
 /* Writes what slot i adds in the second all-reduce. */
 int pli_grads_write_late(reducer_object *self, size_t i);
+
+/* After the step: the slot holds the reduced gradient, or every rank left the parameter
+ * unused.  Copies are deferred; everything that the step refers to lives until
+ * pli_results_finish(). */
+int pli_results_bind(reducer_object *self, size_t i);
+
+/* After all are bound: makes the copies, and drops what the step refers to. */
+int pli_results_finish(reducer_object *self);
+
+/* Drops what the step refers to, without results. */
+void pli_results_drop(reducer_object *self, size_t i);
+
+/* If the window has views, leaves it to them; they keep their values. */
+int pli_grad_window_retire(reducer_object *self);
+
+/* Makes the window show the current plan; holders of old views keep their values. */
+int pli_grad_window_refresh(reducer_object *self);
 
 #endif

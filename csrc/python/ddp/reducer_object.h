@@ -17,8 +17,8 @@
  *
  *     reducer_type -> reducer_build, uneven_inputs, hook_type
  *       -> backward_end_type -> dropped_backward
- *       -> step -> forwards, grad_results, module_buffers
- *       -> grads -> sparse_grads -> comm_hook -> gpu_step, grad_window -> here
+ *       -> step -> forwards, module_buffers
+ *       -> grads -> sparse_grads -> comm_hook -> gpu_step -> here
  */
 #ifndef PLI_REDUCER_OBJECT_H
 #define PLI_REDUCER_OBJECT_H

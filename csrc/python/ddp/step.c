@@ -6,8 +6,6 @@
 #include "comm_hook.h"
 #include "forwards.h"
 #include "gpu_step.h"
-#include "grad_results.h"
-#include "grad_window.h"
 #include "grads.h"
 #include "module_buffers.h"
 #include "reducer_list.h"

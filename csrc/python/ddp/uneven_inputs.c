@@ -7,7 +7,7 @@
 #include "uneven_inputs.h"
 
 #include "backward_end_type.h"
-#include "grad_window.h"
+#include "grads.h"
 #include "module_buffers.h"
 #include "step.h"
 
