@@ -2,7 +2,7 @@
 #include "backend/cpu_sum.h"
 #include "comm/links.h"
 #include "ipc/parent_watch.h"
-#include "python/ddp/dropped_backward.h"
+#include "python/ddp/backward_end_type.h"
 #include "python/ddp/grads.h"
 #include "python/ddp/reducer_args.h"
 #include "python/dp/tree.h"

@@ -23,4 +23,7 @@ int pli_backward_end_queue_local(reducer_object *self);
  * that thread has dropped its callbacks.  Must not be called inside a backward. */
 int pli_backward_end_await(const reducer_object *self);
 
+/* unwound_keeper(kept) -> callable, of the module */
+PyObject *pli_unwound_keeper(PyObject *module, PyObject *kept);
+
 #endif

@@ -16,8 +16,7 @@
  * Calls go in this direction:
  *
  *     reducer_type -> reducer_build, uneven_inputs, hook_type
- *       -> backward_end_type -> dropped_backward
- *       -> step -> forwards, module_buffers
+ *       -> backward_end_type -> step -> forwards, module_buffers
  *       -> grads -> sparse_grads -> comm_hook -> gpu_step -> here
  */
 #ifndef PLI_REDUCER_OBJECT_H
