@@ -8,12 +8,6 @@
 #include "python/gpu.h"
 #include "python/wait.h"
 
-typedef struct listener_object {
-    PyObject_HEAD
-    pli_listener *listener;
-    char address[PLI_ADDRESS_BYTES];
-} listener_object;
-
 typedef struct world_object {
     PyObject_HEAD
     pl_comm *comm;
@@ -24,15 +18,6 @@ typedef struct world_object {
     int owner_pid;   /* a forked child leaves the GPU's resources alone */
     PyObject *weak_references;
 } world_object;
-
-/* Callbacks that take the GIL and call methods of group_comm, which they borrow. */
-pli_group_callbacks pli_group_callbacks_of(PyObject *group_comm);
-
-/* Replaces *comm, its base, by a device's world.  The caller fills the fields of
- * `options` that do not follow from other arguments; `nccl` is the library's path, or
- * NULL if none was found. */
-int pli_gpu_world_create(module_state *state, pli_gpu_comm_options *options,
-                         const char *nccl, pl_comm **comm);
 
 /* Releases the GIL if the world has a device: a call may wait for the device or the
  * watchdog. */
@@ -46,12 +31,6 @@ static inline void pli_take_back(PyThreadState *thread)
     if (thread != NULL)
         PyEval_RestoreThread(thread);
 }
-
-/* World.issue(kind, dtype, reduction, offset_bytes, n_elems, root) -> ticket */
-PyObject *pli_world_issue(PyObject *object, PyObject *args);
-
-/* The reductions' names. */
-extern const char *const pli_reduction_texts[PL_N_REDUCTIONS];
 
 /* World.broadcast(tensors, root=0): every rank passes dense tensors of the same sizes;
  * all get the root's values.  It uses the whole arena, which must hold no
