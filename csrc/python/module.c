@@ -4,7 +4,6 @@
 #include "ipc/parent_watch.h"
 #include "python/ddp/backward_end_type.h"
 #include "python/ddp/grads.h"
-#include "python/ddp/reducer_args.h"
 #include "python/dp/tree.h"
 
 static module_state *state_of_module(PyObject *module)

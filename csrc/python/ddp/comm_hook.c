@@ -8,7 +8,6 @@
 
 #include "core/alloc.h"
 #include "gpu_step.h"
-#include "reducer_args.h"
 
 /* ---- buckets, copied to and from a flat tensor ----------------------------------- */
 
@@ -104,13 +103,14 @@ PyObject *pli_comm_hook_set(PyObject *object, PyObject *args, PyObject *kwargs)
     reducer_object *self = (reducer_object *)object;
     const module_state *state = state_of_reducer(self);
     const pl_comm_hook hook = {.context = self, .post = post};
-    pli_reducer_args read = {0};
+    Py_ssize_t bucket_bytes, last_bytes;
+    PyObject *each = NULL;
     PyObject *call = NULL;
     pl_plan_caps caps = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onn|O!:set_comm_hook", names, &call,
-                                     &read.bucket_bytes, &read.last_bytes,
-                                     &PyTuple_Type, &read.caps) ||
-        pli_reducer_read_caps(state, &read, &caps) != 0)
+                                     &bucket_bytes, &last_bytes, &PyTuple_Type,
+                                     &each) ||
+        pli_read_caps(state, bucket_bytes, last_bytes, each, &caps) != 0)
         return NULL;
     const pl_status st = pl_reducer_set_comm_hook(self->reducer, &hook, &caps);
     pli_free((void *)caps.each);

@@ -18,7 +18,6 @@
 #include "forwards.h"
 #include "gpu_step.h"
 #include "grads.h"
-#include "reducer_list.h"
 #include "step.h"
 
 typedef struct hook_object {

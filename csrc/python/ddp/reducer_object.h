@@ -15,7 +15,7 @@
  *
  * Calls go in this direction:
  *
- *     reducer_type -> reducer_build, uneven_inputs, hook_type
+ *     reducer_type -> uneven_inputs, hook_type
  *       -> backward_end_type -> step -> forwards, module_buffers
  *       -> grads -> sparse_grads -> comm_hook -> gpu_step -> here
  */
@@ -292,5 +292,21 @@ static inline int pli_binds_results(const reducer_object *self)
            (self->join.grads == JOIN_BINDS_RESULTS &&
             pl_reducer_participation(self->reducer).n_active > 0);
 }
+
+/* A new reference to a reducer found by a borrowed pointer; NULL if another thread
+ * dropped its last reference and now waits for the lock to leave. */
+reducer_object *pli_reducer_ref(reducer_object *self);
+
+/* A new reference to the first reducer of a list that still lives, or NULL. */
+reducer_object *pli_reducers_first(reducer_object *list);
+
+/* Reads and checks the caps of buckets, a tuple or NULL; out->each is for pli_free().
+ * Returns -1 with ValueError if a size is out of range. */
+int pli_read_caps(const module_state *state, Py_ssize_t bucket_bytes,
+                  Py_ssize_t last_bytes, PyObject *caps, pl_plan_caps *out);
+
+/* measure(params, buffers, bucket_bytes, last_bytes, sparse, device, world_size)
+ * -> (arena_bytes, n_ops, header_bytes), of the module */
+PyObject *pli_measure(PyObject *module, PyObject *args);
 
 #endif

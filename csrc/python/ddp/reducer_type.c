@@ -1,4 +1,5 @@
-/* reducer_type.c - paceline._native.Reducer: construction, methods and attributes. */
+/* reducer_type.c - paceline._native.Reducer: its arguments, construction, methods and
+ * attributes; and the module's list of live reducers. */
 #include <stddef.h>
 #include <unistd.h>
 
@@ -6,17 +7,431 @@
 #include "comm_hook.h"
 #include "core/alloc.h"
 #include "forwards.h"
+#include "gpu_step.h"
 #include "hook_type.h"
 #include "module_buffers.h"
-#include "reducer_args.h"
-#include "reducer_list.h"
+#include "reducer/sparse_exchange.h"
 #include "step.h"
 #include "uneven_inputs.h"
 #include <structmember.h>
 
+enum { MOST_RETAINED_BYTES = 64 << 20 };
+
+/* A Reducer's arguments as Python passes them; all sizes are in bytes. */
+typedef struct reducer_args {
+    PyObject *world;   /* NULL in measure() */
+    PyObject *params;  /* list of tensors */
+    PyObject *buffers; /* list of (dict, name) */
+    Py_ssize_t bucket_bytes;
+    Py_ssize_t last_bytes;
+    Py_ssize_t view_bytes; /* the smallest gradient that becomes a view */
+    PyObject *sparse;      /* list of indices into params, or NULL */
+    PyObject *caps;        /* tuple with the size of each bucket, or NULL */
+    int world_size;        /* 0: up to PL_MAX_RANKS */
+    int is_on_device;
+} reducer_args;
+
+/* The parts made from the arguments. */
+typedef struct reducer_parts {
+    grad_slot *slots; /* for free_slots() */
+    size_t n_slots;
+    grad_buffer *buffers; /* for free_buffers() */
+    size_t n_buffers;
+    pl_reducer_spec spec; /* for free_spec() */
+} reducer_parts;
+
 static reducer_object *reducer_of(PyObject *object)
 {
     return (reducer_object *)object;
+}
+
+/* ---- the list of live reducers -------------------------------------------------- */
+
+/* Reducers enter the module's list when they are made, and leave it when they end; it
+ * owns none.  The order of construction is that in which the steps of one backward
+ * finish, and in which most ranks take the shadow steps of several wrappers.
+ *
+ * With a GIL no thread finds a reducer that has lost its last reference.  Without a GIL
+ * a thread may; the weak reference that each reducer has to itself then shows the loss.
+ */
+
+/* Puts a new reducer at the end of the list; 0 or -1. */
+static int enter_list(module_state *state, reducer_object *self)
+{
+    reducer_object **link = &state->reducers;
+#ifdef Py_GIL_DISABLED
+    self->weak_self = PyWeakref_NewRef((PyObject *)self, NULL);
+    if (self->weak_self == NULL)
+        return -1;
+#endif
+    while (*link != NULL)
+        link = &(*link)->next;
+    *link = self;
+    return 0;
+}
+
+/* Takes a reducer out of the list, if it is in it. */
+static void leave_list(module_state *state, reducer_object *self)
+{
+    PLI_ENTER(self);
+    reducer_object **link = &state->reducers;
+    while (*link != NULL && *link != self)
+        link = &(*link)->next;
+    if (*link != NULL)
+        *link = self->next;
+}
+
+reducer_object *pli_reducer_ref(reducer_object *self)
+{
+#ifdef Py_GIL_DISABLED
+    PyObject *object = NULL;
+    if (PyWeakref_GetRef(self->weak_self, &object) < 0)
+        PyErr_Clear(); /* set only if weak_self is no weak reference */
+    return (reducer_object *)object;
+#else
+    return (reducer_object *)Py_NewRef((PyObject *)self);
+#endif
+}
+
+reducer_object *pli_reducers_first(reducer_object *list)
+{
+    reducer_object *found = NULL;
+    for (; list != NULL && found == NULL; list = list->next)
+        found = pli_reducer_ref(list);
+    return found;
+}
+
+/* ---- arguments ------------------------------------------------------------------ */
+
+static int check_sizes(Py_ssize_t bucket_bytes, Py_ssize_t last_bytes,
+                       Py_ssize_t view_bytes)
+{
+    if (bucket_bytes > 0 && last_bytes > 0 && view_bytes >= 0)
+        return 0;
+    return pli_error(
+        PyExc_ValueError,
+        "bucket_bytes %zd and last_bytes %zd must be positive, view_bytes %zd not "
+        "negative",
+        bucket_bytes, last_bytes, view_bytes);
+}
+
+int pli_read_caps(const module_state *state, Py_ssize_t bucket_bytes,
+                  Py_ssize_t last_bytes, PyObject *caps, pl_plan_caps *out)
+{
+    const size_t n = caps != NULL ? (size_t)PyTuple_GET_SIZE(caps) : 0;
+    size_t *each = NULL;
+    if (check_sizes(bucket_bytes, last_bytes, 0) != 0 ||
+        pli_check(state, pli_calloc(n, sizeof *each, "caps of buckets", &each)) != 0)
+        return -1;
+    for (size_t k = 0; k < n; k++) {
+        const Py_ssize_t cap = PyLong_AsSsize_t(PyTuple_GET_ITEM(caps, (Py_ssize_t)k));
+        if (cap <= 0) {
+            pli_free(each);
+            return PyErr_Occurred() != NULL
+                       ? -1
+                       : pli_error(PyExc_ValueError, "caps[%zu] is %zd: give bytes", k,
+                                   cap);
+        }
+        each[k] = (size_t)cap;
+    }
+    *out = (pl_plan_caps){.bucket_bytes = (size_t)bucket_bytes,
+                          .last_bytes = (size_t)last_bytes,
+                          .each = each,
+                          .n_each = n};
+    return 0;
+}
+
+static int read_param(const module_state *state, dl_device place, size_t i,
+                      PyObject *param, grad_slot *slot)
+{
+    pli_tensor tensor;
+    char what[40];
+    (void)PyOS_snprintf(what, sizeof what, "parameter %zu", i);
+    if (pli_tensor_read_any(state, place, param, what, &tensor) != 0)
+        return -1;
+    if (!pli_layout_is_dense(&tensor.layout))
+        pli_layout_make_row_major(&tensor.layout);
+    tensor.layout.is_lazy = 0; /* the slot is not lazy */
+    slot->param = Py_NewRef(param);
+    return pli_check(state, pli_layout_copy(&tensor.layout, &slot->layout));
+}
+
+static int read_params(const module_state *state, dl_device place, PyObject *params,
+                       reducer_parts *out)
+{
+    const size_t n = (size_t)PyList_GET_SIZE(params);
+    if (n == 0)
+        return pli_error(PyExc_ValueError, "params is empty: give at least one tensor");
+    if (pli_check(state, pli_calloc(n, sizeof *out->slots, "gradients", &out->slots)) !=
+        0)
+        return -1;
+    out->n_slots = n;
+    for (size_t i = 0; i < n; i++)
+        if (read_param(state, place, i, PyList_GET_ITEM(params, (Py_ssize_t)i),
+                       &out->slots[i]) != 0)
+            return -1;
+    return 0;
+}
+
+static int read_buffer(const module_state *state, dl_device place, PyObject *pair,
+                       size_t offset, grad_buffer *out)
+{
+    PyObject *owner, *name;
+    pli_tensor tensor;
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+        !PyDict_Check(PyTuple_GET_ITEM(pair, 0)) ||
+        !PyUnicode_Check(PyTuple_GET_ITEM(pair, 1)))
+        return pli_error(PyExc_TypeError, "buffers has %R: give pairs of (dict, name)",
+                         pair);
+    owner = PyTuple_GET_ITEM(pair, 0);
+    name = PyTuple_GET_ITEM(pair, 1);
+    PyObject *object = PyDict_GetItemWithError(owner, name);
+    if (object == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_KeyError, "buffers names '%U', which its dict lacks",
+                         name);
+        return -1;
+    }
+    if (pli_tensor_read_on(state, place, object, "a buffer", &tensor) != 0)
+        return -1;
+    *out = (grad_buffer){.owner = Py_NewRef(owner),
+                         .name = Py_NewRef(name),
+                         .offset = offset,
+                         .n_bytes = pli_layout_bytes(&tensor.layout)};
+    return 0;
+}
+
+static int read_buffers(const module_state *state, dl_device place, PyObject *buffers,
+                        reducer_parts *out)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(buffers);
+    if (pli_check(state, pli_calloc((size_t)n, sizeof *out->buffers, "buffers",
+                                    &out->buffers)) != 0)
+        return -1;
+    for (Py_ssize_t b = 0; b < n; b++) {
+        grad_buffer *buffer = &out->buffers[b];
+        if (read_buffer(state, place, PyList_GET_ITEM(buffers, b),
+                        out->spec.extra_bytes, buffer) != 0)
+            return -1;
+        out->spec.extra_bytes +=
+            (buffer->n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+        out->n_buffers++;
+    }
+    return 0;
+}
+
+static int read_sparse(const reducer_args *args, reducer_parts *out)
+{
+    const Py_ssize_t n = args->sparse != NULL ? PyList_GET_SIZE(args->sparse) : 0;
+    for (Py_ssize_t k = 0; k < n; k++) {
+        const Py_ssize_t i = PyLong_AsSsize_t(PyList_GET_ITEM(args->sparse, k));
+        if (i == -1 && PyErr_Occurred())
+            return -1;
+        if (i < 0 || (size_t)i >= out->n_slots || out->slots[i].layout->n_dims == 0)
+            return pli_error(PyExc_ValueError,
+                             "sparse has %zd: give indices of params that have rows",
+                             i);
+        if (!args->is_on_device)
+            out->slots[i].policy = POLICY_SPARSE;
+    }
+    return 0;
+}
+
+static void free_slots(grad_slot *slots, size_t n_slots)
+{
+    for (size_t i = 0; slots != NULL && i < n_slots; i++) {
+        Py_XDECREF(slots[i].param);
+        Py_XDECREF(slots[i].hook);
+        Py_XDECREF(slots[i].handle);
+        Py_XDECREF(slots[i].hooks);
+        Py_XDECREF(slots[i].target);
+        Py_XDECREF(slots[i].late);
+        Py_XDECREF(slots[i].retained);
+        Py_XDECREF(slots[i].saved);
+        pli_free(slots[i].layout);
+    }
+    pli_free(slots);
+}
+
+static void free_buffers(grad_buffer *buffers, size_t n_buffers)
+{
+    for (size_t b = 0; buffers != NULL && b < n_buffers; b++) {
+        Py_XDECREF(buffers[b].seen);
+        Py_XDECREF(buffers[b].owner);
+        Py_XDECREF(buffers[b].name);
+    }
+    pli_free(buffers);
+}
+
+static int make_spec(const module_state *state, const reducer_args *args,
+                     reducer_parts *out)
+{
+    pl_param *params = NULL;
+    pl_reducer_spec *spec = &out->spec;
+    if (pli_check(state,
+                  pli_calloc(out->n_slots, sizeof *params, "parameters", &params)) != 0)
+        return -1;
+    spec->params = params;
+    spec->n_params = out->n_slots;
+    spec->world_size = args->world_size;
+    for (size_t i = 0; i < out->n_slots; i++) {
+        const grad_slot *slot = &out->slots[i];
+        const int is_sparse = slot->policy == POLICY_SPARSE;
+        params[i] = (pl_param){.n_elems = is_sparse ? 0 : slot->layout->n_elems,
+                               .dtype = slot->layout->dtype};
+        if (is_sparse)
+            spec->staging_bytes = PLI_EXCHANGE_BYTES;
+    }
+    if (check_sizes(args->bucket_bytes, args->last_bytes, args->view_bytes) != 0)
+        return -1;
+    return pli_read_caps(state, args->bucket_bytes, args->last_bytes, args->caps,
+                         &spec->caps);
+}
+
+/* Reads all but the world; free *out after a failure too.  On a GPU, gradients declared
+ * sparse are reduced as dense ones. */
+static int read_parts(const module_state *state, dl_device place,
+                      const reducer_args *args, reducer_parts *out)
+{
+    *out = (reducer_parts){.n_slots = 0};
+    return read_params(state, place, args->params, out) != 0 ||
+                   read_sparse(args, out) != 0 ||
+                   read_buffers(state, place, args->buffers, out) != 0 ||
+                   make_spec(state, args, out) != 0
+               ? -1
+               : 0;
+}
+
+static void free_spec(pl_reducer_spec *spec)
+{
+    pli_free((void *)spec->params);
+    pli_free((void *)spec->caps.each);
+}
+
+PyObject *pli_measure(PyObject *module, PyObject *args)
+{
+    PLI_ENTER(module);
+    const module_state *state = PyModule_GetState(module);
+    reducer_args read = {0};
+    PyObject *device = Py_None;
+    dl_device place = {.type = DL_CPU};
+    reducer_parts parts;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!nn|O!Oi:measure", &PyList_Type, &read.params,
+                          &PyList_Type, &read.buffers, &read.bucket_bytes,
+                          &read.last_bytes, &PyList_Type, &read.sparse, &device,
+                          &read.world_size) ||
+        pli_check_device(state, device) != 0 ||
+        check_sizes(read.bucket_bytes, read.last_bytes, 0) != 0)
+        return NULL;
+    read.is_on_device = device != Py_None;
+    if (read.is_on_device)
+        place = ((gpu_object *)device)->place;
+    if (read_parts(state, place, &read, &parts) == 0)
+        result = Py_BuildValue("nnn", (Py_ssize_t)pl_reducer_arena_bytes(&parts.spec),
+                               (Py_ssize_t)pl_reducer_max_ops(&parts.spec),
+                               (Py_ssize_t)pl_reducer_header_bytes(&parts.spec));
+    free_slots(parts.slots, parts.n_slots);
+    free_buffers(parts.buffers, parts.n_buffers);
+    free_spec(&parts.spec);
+    return result;
+}
+
+/* ---- slots, buffers, backend and hooks ------------------------------------------ */
+
+static int register_hook(const module_state *state, reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    slot->hook = pli_hook_new(state, self, i);
+    PyObject *function = slot->hook != NULL ? pli_hook_function(slot->hook) : NULL;
+    if (function == NULL)
+        return -1;
+    slot->handle = PyObject_CallMethod(
+        slot->param, "register_post_accumulate_grad_hook", "O", function);
+    Py_DECREF(function);
+    if (slot->handle == NULL)
+        return -1;
+    slot->hooks = PyObject_GetAttrString(slot->param, "_post_accumulate_grad_hooks");
+    if (slot->hooks == NULL || !PyDict_Check(slot->hooks)) {
+        Py_CLEAR(slot->hooks);
+        PyErr_Clear();
+        return 0;
+    }
+    /* torch.utils.swap_tensors keeps this dict, but moves away the C++ hook that calls
+     * it: then added hooks run only after the dict is set again. */
+    return PyObject_SetAttrString(slot->param, "_post_accumulate_grad_hooks",
+                                  slot->hooks);
+}
+
+/* Makes the backend that moves the gradients; for pli_backend_destroy(). */
+static int make_backend(const module_state *state, reducer_object *self)
+{
+    const size_t n_most =
+        self->n_slots > self->buffers.n ? self->n_slots : self->buffers.n;
+    if (pli_check(state, pli_calloc(n_most, sizeof *self->device.copies, "copies",
+                                    &self->device.copies)) != 0)
+        return -1;
+    if (!pli_is_on_device(self))
+        return pli_check(state, pli_cpu_backend_create(&self->backend));
+    self->backend = self->device.gpu->backend;
+    pli_cuda_backend_retain(self->backend);
+    return 0;
+}
+
+/* Whether to free copied gradients at the end of the step only.  If a large gradient at
+ * the top of the heap is freed at once, malloc returns its memory to the kernel.  The
+ * next layer then takes a page fault per page: for a ResNet 14,000 a step, a tenth of
+ * its time.  Waiting keeps the heap as large as it is without data parallelism; the
+ * cost in memory is bounded. */
+static int may_retain(const reducer_object *self)
+{
+    size_t n_bytes = 0;
+    for (size_t i = 0; i < self->n_slots; i++)
+        if (self->slots[i].policy == POLICY_VIEW)
+            n_bytes += pli_layout_bytes(self->slots[i].layout);
+    return n_bytes <= MOST_RETAINED_BYTES;
+}
+
+/* Every rank calls this at the same time. */
+static int prepare(reducer_object *self)
+{
+    if (!pli_is_on_device(self))
+        return 0;
+    if (pli_gpu_step_read_stream(self) != 0)
+        return -1;
+    return pli_call_reducer(self, pl_reducer_prepare);
+}
+
+/* Fills a new reducer and registers its hooks; -1 leaves the rest to its dealloc. */
+static int build(const module_state *state, reducer_object *self,
+                 const reducer_args *args)
+{
+    reducer_parts parts;
+    int status = -1;
+    const int is_read = read_parts(state, self->device.place, args, &parts) == 0;
+    self->slots = parts.slots;
+    self->n_slots = parts.n_slots;
+    self->buffers.all = parts.buffers;
+    self->buffers.n = parts.n_buffers;
+    if (!is_read || make_backend(state, self) != 0 ||
+        pli_check(state, pl_reducer_create(&parts.spec, self->comm, self->backend,
+                                           &self->reducer)) != 0 ||
+        prepare(self) != 0)
+        goto done;
+    for (size_t i = 0; i < self->n_slots; i++) {
+        grad_slot *slot = &self->slots[i];
+        const size_t n_bytes = pli_layout_bytes(slot->layout);
+        if (slot->policy != POLICY_SPARSE && n_bytes > 0 &&
+            n_bytes >= (size_t)args->view_bytes)
+            slot->policy = POLICY_VIEW;
+        if (register_hook(state, self, i) != 0)
+            goto done;
+    }
+    self->options.retains_grads = (char)(!pli_is_on_device(self) && may_retain(self));
+    status = 0;
+done:
+    free_spec(&parts.spec);
+    return status;
 }
 
 /* ---- construction and end ------------------------------------------------------- */
@@ -28,7 +443,7 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                             "bucket_bytes", "last_bytes", "view_bytes",
                             "sparse",       "caps",       NULL};
     module_state *state = state_of_type(type);
-    pli_reducer_args read = {0};
+    reducer_args read = {0};
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "O!O!O!nnn|O!O!:Reducer", names, state->world_type,
             &read.world, &PyList_Type, &read.params, &PyList_Type, &read.buffers,
@@ -39,7 +454,7 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    if (pli_reducers_enter(state, self) != 0) {
+    if (enter_list(state, self) != 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -56,7 +471,7 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->role = PL_ACTIVE;
     self->owner_pid = getpid();
     read.is_on_device = pli_is_on_device(self);
-    if (pli_reducer_build(state, self, &read) != 0)
+    if (build(state, self, &read) != 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -106,10 +521,10 @@ static int reducer_clear(PyObject *object)
 {
     reducer_object *self = reducer_of(object);
     remove_hooks(self);
-    pli_free_slots(self->slots, self->n_slots);
+    free_slots(self->slots, self->n_slots);
     self->slots = NULL;
     self->n_slots = 0;
-    pli_free_buffers(self->buffers.all, self->buffers.n);
+    free_buffers(self->buffers.all, self->buffers.n);
     self->buffers.all = NULL;
     self->buffers.n = 0;
     Py_CLEAR(self->on_finish);
@@ -132,7 +547,7 @@ static void reducer_dealloc(PyObject *object)
 {
     reducer_object *self = reducer_of(object);
     detach_hooks(self);
-    pli_reducers_leave(state_of(object), self);
+    leave_list(state_of(object), self);
     PyObject_GC_UnTrack(object);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs(object);

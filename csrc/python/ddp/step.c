@@ -8,7 +8,6 @@
 #include "gpu_step.h"
 #include "grads.h"
 #include "module_buffers.h"
-#include "reducer_list.h"
 #include "sparse_grads.h"
 
 static pl_status recover_slice(void *reducer, int64_t slice_ns)
