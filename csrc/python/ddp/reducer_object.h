@@ -15,8 +15,8 @@
  *
  * Calls go in this direction:
  *
- *     reducer_type -> uneven_inputs, hook_type
- *       -> backward_end_type -> step -> forwards, module_buffers
+ *     reducer_type -> hook_type -> backward_end_type -> step
+ *       -> forwards, module_buffers
  *       -> grads -> sparse_grads -> comm_hook -> gpu_step -> here
  */
 #ifndef PLI_REDUCER_OBJECT_H

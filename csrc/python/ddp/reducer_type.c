@@ -12,7 +12,6 @@
 #include "module_buffers.h"
 #include "reducer/sparse_exchange.h"
 #include "step.h"
-#include "uneven_inputs.h"
 #include <structmember.h>
 
 enum { MOST_RETAINED_BYTES = 64 << 20 };

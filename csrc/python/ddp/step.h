@@ -28,4 +28,9 @@ void pli_step_fail(reducer_object *self, const char *text);
 /* pli_step_fail() with the text of the exception that is set. */
 void pli_step_fail_with_exception(reducer_object *self);
 
+/* Methods of the Reducer for ranks that ran out of batches. */
+PyObject *pli_join_shadow_step(PyObject *object, PyObject *args);
+PyObject *pli_join_abandon(PyObject *object, PyObject *text);
+PyObject *pli_join_set(PyObject *object, PyObject *args);
+
 #endif
