@@ -42,7 +42,6 @@ GPU_SOURCES = [
     "csrc/reducer/*.c",
     "csrc/nccl/gpu_*.c",
     "csrc/nccl/nccl.c",
-    "csrc/nccl/nccl_end.c",
     "csrc/comm/broadcast_many.c",
     "csrc/comm/window.c",
     "csrc/replicas/device_group*.c",
