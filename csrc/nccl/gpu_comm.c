@@ -1,6 +1,23 @@
-/* gpu_comm.c - operations on a device's memory, in program order on its side stream. */
+/* gpu_comm.c - operations on a device's memory, in program order on its side stream.
+ *
+ * To agree, each rank sends one word to all others, through the base.  If a rank has
+ * failed, no rank enters NCCL or goes on, and every rank gets the failed rank's
+ * message.
+ *
+ * So the ranks make their communicator:
+ *
+ *     every rank   makes its own objects; all agree
+ *     rank 0       makes NCCL's id; all agree, and rank 0 broadcasts it
+ *     every rank   joins the communicator; all agree
+ *     every rank   registers its memory with NCCL, if all ranks can
+ *     every rank   tries what steps will do (gpu_comm_trial.c); all agree
+ *
+ * To report a failure while ranks are inside NCCL, a rank aborts the base, which every
+ * rank polls.
+ */
 #include "gpu_comm.h"
 
+#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -10,11 +27,162 @@
 #include "core/hash.h"
 #include "gpu_comm_state.h"
 
-enum { FLUSH_MS = 500 }; /* destroy waits while NCCL flushes */
+enum {
+    SLICE_MS = 100,
+    HEARSAY_MS = 200,   /* for the base to see what NCCL reports; at most ... */
+    HEARSAY_PART = 100, /* ... deadline / 100 */
+    FLUSH_MS = 500      /* destroy waits while NCCL flushes */
+};
+_Static_assert((int)PLI_NCCL_ID_BYTES <= (int)PLI_GPU_BOARD_BYTES,
+               "the id has its place");
 
 static pli_gpu_comm *gpu_comm_of(pl_comm *comm)
 {
     return (pli_gpu_comm *)(void *)comm;
+}
+
+/* ---- agreeing ------------------------------------------------------------------- */
+
+size_t pli_gpu_board_bytes(int world_size)
+{
+    const size_t n_bytes = (size_t)world_size * sizeof(uint32_t);
+    return n_bytes < PLI_GPU_BOARD_BYTES ? PLI_GPU_BOARD_BYTES : n_bytes;
+}
+
+/* The board, on which talk() operates. */
+static char *board_of(const pli_gpu_comm *self)
+{
+    return self->super.arena + self->super.host_bytes;
+}
+
+static pl_status check_signals(const pli_gpu_comm *self)
+{
+    pl_status st = PL_OK;
+    if (self->is_interrupted != NULL && self->is_interrupted(self->context))
+        PL_FAIL(PL_ESTATE, "interrupted");
+done:
+    return st;
+}
+
+pl_status pli_gpu_comm_poll_base(void *context)
+{
+    const pli_gpu_comm *self = context;
+    const pl_status st = check_signals(self);
+    return st == PL_OK ? pli_comm_check_peers(self->super.base) : st;
+}
+
+/* Does one operation of the base on the board's first n_bytes. */
+static pl_status talk(const pli_gpu_comm *self, pl_op_kind kind, int root,
+                      size_t n_bytes)
+{
+    pl_status st = PL_OK;
+    pl_ticket ticket = 0;
+    const pl_op op = {.kind = kind,
+                      .dtype = PL_U8,
+                      .root = root,
+                      .offset_bytes = self->super.host_bytes,
+                      .n_elems = n_bytes};
+    PL_TRY(pl_comm_issue(self->super.base, &op, &ticket));
+    while ((st = pl_comm_wait(self->super.base, ticket, SLICE_MS * PLI_MS)) ==
+           PL_EAGAIN)
+        PL_TRY(check_signals(self));
+done:
+    return st;
+}
+
+/* A rank's word: its status, and a hash of its sizes. */
+static uint32_t state_of_rank(const pli_gpu_comm *self, pl_status st)
+{
+    const uint64_t sizes =
+        pli_hash_with(self->super.host_bytes, self->super.arena_bytes);
+    return (uint32_t)(sizes & 0xffffff) << 8 | (uint32_t)st;
+}
+
+/* Sends the failed rank's message to every rank, and fails with it. */
+static pl_status report(pli_gpu_comm *self, int culprit, const char *own)
+{
+    pl_status st = PL_OK;
+    char *board = board_of(self);
+    if (culprit == self->super.rank)
+        (void)snprintf(board, PLI_GPU_BOARD_BYTES, "%.*s", PLI_GPU_BOARD_BYTES - 1,
+                       own);
+    PL_TRY(talk(self, PL_BROADCAST, culprit, PLI_GPU_BOARD_BYTES));
+    board[PLI_GPU_BOARD_BYTES - 1] = '\0';
+    PL_FAIL(PL_EPEER, "rank %d: rank %d could not go on: %s", self->super.rank, culprit,
+            board);
+done:
+    return st;
+}
+
+static pl_status compare(const pli_gpu_comm *self, const uint32_t *states)
+{
+    pl_status st = PL_OK;
+    for (int r = 0; r < self->super.world_size; r++)
+        if (states[r] >> 8 != states[self->super.rank] >> 8)
+            PL_FAIL(PL_EMISMATCH,
+                    "rank %d: rank %d has a world of different sizes: all ranks must "
+                    "wrap the same model with the same options",
+                    self->super.rank, r);
+done:
+    return st;
+}
+
+pl_status pli_gpu_comm_agree(pli_gpu_comm *self, pl_status own)
+{
+    pl_status st = PL_OK;
+    char own_message[PLI_GPU_MESSAGE_BYTES];
+    uint32_t *states = (uint32_t *)(void *)board_of(self);
+    const size_t n_bytes = (size_t)self->super.world_size * sizeof *states;
+    int culprit = -1;
+    pli_text_print(own_message, sizeof own_message, "%s",
+                   own != PL_OK ? pl_error_message() : "");
+    if (self->super.world_size == 1)
+        return own;
+    states[self->super.rank] = state_of_rank(self, own);
+    PL_TRY(talk(self, PL_ALL_GATHER, 0, n_bytes));
+    for (int r = 0; r < self->super.world_size && culprit < 0; r++)
+        if ((states[r] & 0xff) != PL_OK)
+            culprit = r;
+    PL_TRY(culprit >= 0 ? report(self, culprit, own_message) : compare(self, states));
+done:
+    return own != PL_OK ? pli_fail(own, "%s", own_message) : st;
+}
+
+pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st)
+{
+    /* NCCL may report a peer's end shortly before this process can see it. */
+    const int is_of_network = st == PL_ESYS || st == PL_EPEER;
+    const int64_t most_ns = self->deadline_ns / HEARSAY_PART;
+    pli_backoff waiting = pli_backoff_begin(
+        most_ns < HEARSAY_MS * PLI_MS ? most_ns : HEARSAY_MS * PLI_MS, NULL, NULL);
+    pl_status found = PL_OK;
+    if (pli_comm_is_group_comm(self->super.base))
+        return PL_OK;
+    do {
+        found = pli_comm_query(self->super.base, PLI_QUERY_WORLD);
+        if (found == PL_OK)
+            found = pli_comm_query(self->super.base, PLI_QUERY_STEP);
+    } while (found == PL_OK && is_of_network &&
+             pli_backoff_pause(&waiting, "a check of the peers") == PL_OK);
+    return found;
+}
+
+/* Collective: agrees on the result `st` of what all ranks do in NCCL.  If this rank has
+ * failed, aborts the base, so that ranks in NCCL stop waiting for it. */
+static pl_status agree_on(pli_gpu_comm *self, pl_status st)
+{
+    char message[PLI_GPU_MESSAGE_BYTES];
+    if (st != PL_OK && !pli_comm_is_group_comm(self->super.base)) {
+        pli_text_print(message, sizeof message, "%s", pl_error_message());
+        const pl_status theirs = pli_gpu_comm_query_base(self, st);
+        if (theirs == PL_OK) {
+            pl_comm_abort(self->super.base, message);
+            (void)pli_fail(st, "%s", message);
+        } else {
+            st = theirs;
+        }
+    }
+    return pli_gpu_comm_agree(self, st);
 }
 
 /* ---- operations ----------------------------------------------------------------- */
@@ -260,9 +428,68 @@ static pl_status gpu_prepare(pl_comm *comm, const pli_reduced_range *range,
     if (comm->world_size == 1)
         goto done;
     PL_TRY(pli_gpu_comm_check(self));
-    st = pli_gpu_comm_agree_on(self, pli_gpu_comm_try_means(self, range, order->ready));
+    st = agree_on(self, pli_gpu_comm_try_means(self, range, order->ready));
     if (st != PL_OK)
         pli_gpu_comm_fail(self, self->generation, PL_OK);
+done:
+    return st;
+}
+
+/* ---- making the communicator ---------------------------------------------------- */
+
+static pl_status meet_in_nccl(pli_gpu_comm *self, const char *id, pli_nccl **out)
+{
+    const pli_nccl_options options = {.library = self->library,
+                                      .backend = self->backend,
+                                      .rank = self->super.rank,
+                                      .world_size = self->super.world_size,
+                                      .id = id,
+                                      .deadline_ns = self->deadline_ns,
+                                      .poll = pli_gpu_comm_poll_base,
+                                      .context = self};
+    return pli_nccl_create(&options, out);
+}
+
+/* Registers the memory of all ranks, or of none. */
+static pl_status register_memory(pli_gpu_comm *self, pli_nccl *nccl)
+{
+    pl_status st = PL_OK;
+    char *board = board_of(self);
+    self->is_registered = 0;
+    self->block->handle = pli_nccl_register(nccl, &self->block->memory);
+    board[self->super.rank] = self->block->handle != NULL ? 1 : 0;
+    PL_TRY(talk(self, PL_ALL_GATHER, 0, (size_t)self->super.world_size));
+    self->is_registered = 1;
+    for (int r = 0; r < self->super.world_size; r++)
+        self->is_registered &= board[r] != 0;
+done:
+    if (st == PL_OK && !self->is_registered)
+        pli_pool_deregister(self->pool, nccl);
+    return st;
+}
+
+pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
+{
+    pl_status st = PL_OK;
+    char *board = board_of(self);
+    char id[PLI_NCCL_ID_BYTES] = {0};
+    pli_nccl *nccl = NULL; /* given to the world at once, which ends it */
+    if (self->super.world_size == 1)
+        return PL_OK;
+    if (self->super.rank == 0)
+        st = pli_nccl_new_id(self->library, self->backend, id);
+    PL_TRY(pli_gpu_comm_agree(self, st));
+    memcpy(board, id, self->super.rank == 0 ? sizeof id : 0);
+    PL_TRY(talk(self, PL_BROADCAST, 0, sizeof id));
+    memcpy(id, board, sizeof id);
+    st = meet_in_nccl(self, id, &nccl);
+    (void)pthread_mutex_lock(&self->lock);
+    self->nccl = nccl;
+    self->is_given_up = 0;
+    (void)pthread_mutex_unlock(&self->lock);
+    PL_TRY(agree_on(self, st));
+    PL_TRY(register_memory(self, nccl));
+    PL_TRY(agree_on(self, pli_gpu_comm_try(self)));
 done:
     return st;
 }

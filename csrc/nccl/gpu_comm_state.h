@@ -69,14 +69,7 @@ typedef struct pli_gpu_comm {
     char message[PLI_GPU_MESSAGE_BYTES];
 } pli_gpu_comm;
 
-/* ---- gpu_agree.c ---------------------------------------------------------------- */
-
-/* The board, on which pli_gpu_comm_talk() operates. */
-char *pli_gpu_comm_board(const pli_gpu_comm *self);
-
-/* Does one operation of the base on the board's first n_bytes. */
-pl_status pli_gpu_comm_talk(const pli_gpu_comm *self, pl_op_kind kind, int root,
-                            size_t n_bytes) PL_MUST_USE;
+/* ---- gpu_comm.c ----------------------------------------------------------------- */
 
 /* Collective: `own` is this rank's status so far.  Returns it if it is a failure, else
  * the first failure of another rank, with its message. */
@@ -85,20 +78,12 @@ pl_status pli_gpu_comm_agree(pli_gpu_comm *self, pl_status own) PL_MUST_USE;
 /* Returns another rank's failure, which explains more than `st`; PL_OK if none. */
 pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
-pl_status pli_gpu_comm_check_signals(const pli_gpu_comm *self) PL_MUST_USE;
-
 /* A poll for waits outside the base: signals and peers.  context: a pli_gpu_comm. */
 pl_status pli_gpu_comm_poll_base(void *context) PL_MUST_USE;
-
-/* ---- gpu_comm_init.c ------------------------------------------------------------ */
 
 /* Collective: makes the communicator, registers the memory, and tries it.  After a
  * failure there may be a communicator that is of no use. */
 pl_status pli_gpu_comm_meet(pli_gpu_comm *self) PL_MUST_USE;
-
-/* Collective: agrees on the result `st` of what all ranks do in NCCL.  If this rank has
- * failed, aborts the base, so that ranks in NCCL stop waiting for it. */
-pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
 /* ---- gpu_comm_trial.c ----------------------------------------------------------- */
 
