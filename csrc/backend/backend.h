@@ -1,7 +1,7 @@
 /* backend.h - backend/: one kind of memory and the arithmetic on it, as one table.
  *
  *     comm, nccl, reducer, python
- *       \--> pl_backend: cpu (cpu_sum, cpu_scale), cuda (driver, kernels)
+ *       \--> pl_backend: cpu (cpu_sum), cuda (driver, kernels)
  *              \--> core
  *
  * The reducer moves gradients only through this table.  A call takes many moves, so
@@ -86,6 +86,12 @@ pl_status pli_backend_check_ranges(const pl_rank_ranges *ranges) PL_MUST_USE;
 
 /* Host memory; the calling thread moves it.  *out: the caller destroys it. */
 pl_status pli_cpu_backend_create(pl_backend **out) PL_MUST_USE;
+
+/* move->to = move->to * numerator / denominator, in host memory; floats and complex
+ * only.  Computed in float64 and rounded to nearest even, so exact if the ratio is a
+ * power of two and the result is a normal number.  For means over fewer ranks than were
+ * summed, which are rare: clear rather than fast. */
+void pli_cpu_scale(const pl_move *move, int numerator, int denominator);
 
 static inline void pli_backend_destroy(pl_backend *backend)
 {

@@ -1,7 +1,6 @@
 /* hierarchy_exchange.c - moves operations up, between leaders, and down, in order. */
 #include <poll.h>
 
-#include "backend/cpu_scale.h"
 #include "core/alloc.h"
 #include "core/crc32c.h"
 #include "hierarchy_state.h"
