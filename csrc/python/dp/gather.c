@@ -286,6 +286,32 @@ static int are_alike(const joiner *self, PyObject *const *lists)
     return 0;
 }
 
+/* Whether an entry shows that it belongs to a row: it is a container, or its number of
+ * rows differs between replicas and is not in proportion to theirs.  Else lists of
+ * tensors may be of losses, statistics or feature maps: 1, 0 or -1. */
+static int is_of_a_row(const joiner *self, PyObject *const *lists)
+{
+    const Py_ssize_t n_entries = PyList_GET_SIZE(lists[0]);
+    for (Py_ssize_t j = 0; j < n_entries; j++) {
+        Py_ssize_t n_first = 0;
+        for (Py_ssize_t k = 0; k < self->walk.n; k++) {
+            PyObject *entry = PyList_GET_ITEM(lists[k], j % PyList_GET_SIZE(lists[k]));
+            pli_shape shape = {0};
+            const int kind = pli_kind_of(self->walk.state, entry);
+            if (kind >= PLI_CONSTANT)
+                return kind > PLI_CONSTANT;
+            if (kind < 0 || pli_leaf_shape(self->walk.state, entry, &shape) != 0)
+                return -1;
+            const int dim = pli_shape_dim(&shape, self->dim);
+            const Py_ssize_t n = dim >= 0 ? shape.sizes[dim] : 0;
+            n_first = k == 0 ? n : n_first;
+            if (n != n_first && n * rows_of(self, 0) != n_first * rows_of(self, k))
+                return 1;
+        }
+    }
+    return 0;
+}
+
 /* Such lists are of batches, or of rows that have as many: two images of two boxes. */
 static int warn_of_doubt(const pli_step *at)
 {
@@ -295,9 +321,9 @@ static int warn_of_doubt(const pli_step *at)
             ? -1
             : PyErr_WarnFormat(
                   PyExc_UserWarning, 1,
-                  "%U is a list as long as a replica has rows, and so are all its "
-                  "tensors: joined by entry, as lists of feature maps are; to say so, "
-                  "return a tuple; if an entry belongs to a row, override gather",
+                  "%U is a list as long as a replica has rows: joined by entry, as "
+                  "lists of feature maps are; to say so, return a tuple; if an entry "
+                  "belongs to a row, return a dict for each row, or override gather",
                   path);
     Py_XDECREF(path);
     return status;
@@ -317,9 +343,10 @@ static int are_of_rows(const joiner *self, PyObject *const *lists, const pli_ste
             return -1;
     }
     const int alike = of.n_with > 0 ? are_alike(self, lists) : of.n_without > 0;
-    if (alike != 1 || of.n_without > 0 || self->walk.n == 1)
+    if (alike != 1 || self->walk.n == 1)
         return alike < 0 ? -1 : alike && of.n_without > 0;
-    return warn_of_doubt(at);
+    const int is_row = of.n_without > 0 ? is_of_a_row(self, lists) : 0;
+    return is_row != 0 ? is_row : warn_of_doubt(at);
 }
 
 /* Whether these lists have one entry for each row of their replica: 1, 0 or -1.  Lists

@@ -221,7 +221,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         *inputs, **kwargs
             For the module's own ``forward``: tensors and arrays are split along
             ``dim``, also inside lists, tuples, dicts and dataclasses; 0-dim tensors,
-            arguments marked by :func:`paceline.replicate`, containers without tensors,
+            arguments marked by :func:`paceline.replicate`, empty containers,
             and other objects go whole to each replica.
 
         Returns

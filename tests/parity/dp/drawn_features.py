@@ -456,9 +456,6 @@ _LIST = "given['g$'].extend(x[:, 0].tolist())"
 
 INPUTS = {
     "list to fill": Feature(forward=_LIST, make="[]", seen="sorted(given['g$'])"),
-    "begun list to fill": Feature(
-        forward=_LIST, make="[float(n)]", seen="sorted(given['g$'])"
-    ),
     "dict to fill": Feature(
         forward="given['g$'].update({int(v): 'row' for v in x[:, 1] % 9})",
         make="{}",
@@ -536,7 +533,7 @@ OUTPUTS = (
     "Named(x, x.sum(1))",
     "[x, x]",
     "ring(x, x * 2)",
-    "[row.expand(9 + int(row[0]) % 3, -1) for row in x]",
+    "[(row.expand(9 + int(row[0]) % 3, -1),) for row in x]",
     "{'rows': [{'boxes': row.expand(9, -1), 'id': int(row[0])} for row in x]}",
 )
 

@@ -183,13 +183,12 @@ def boxes(row, n):
 
 
 LISTS_OF_ROWS = {
-    "vectors": list,
-    "arrays": lambda x: list(x.numpy()),
-    "boxes": lambda x: [boxes(row, 7) for row in x],
+    "vectors": lambda x: [(row,) for row in x],
+    "arrays": lambda x: [{"row": row} for row in x.numpy()],
     "boxes in any number": lambda x: [boxes(r, int(r[0] / 2 + 2) % 4) for r in x],
     "dicts": lambda x: [{"boxes": boxes(row, 5), "id": int(row[0])} for row in x],
     "dataclasses": lambda x: [Pair(boxes(row, 5), None) for row in x],
-    "masks": lambda x: [torch.ones(6, int(row[0]) + 1, 2) for row in x],
+    "masks": lambda x: [[torch.ones(6, int(row[0]) + 1, 2)] for row in x],
     "some in each": lambda x: [[boxes(row, 5)] * (int(row[0]) // 2 % 3) for row in x],
 }
 
@@ -211,12 +210,16 @@ DOUBTFUL = {
     "one of one": (lambda x: [x], (1, 1)),
     "boxes": (lambda x: [{"boxes": boxes(row, 2)} for row in x], (2, 2)),
     "heads": (lambda x: [x, x + 1, x + 2], (3, 3)),
+    "losses": (lambda x: [x.mean()[None], x.square().mean()[None]], (2, 2)),
+    "statistics": (lambda x: [x.mean(0), x.var(0), x.sum(0)], (3, 3)),
+    "scales": (lambda x: [x.repeat_interleave(n, 0) for n in (4, 9)], (2, 2)),
+    "vectors": (list, (3, 3)),
 }
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)
 def test_a_list_in_doubt_is_joined_as_by_torch_with_a_warning(name):
-    """All tensors of a list as long as the rows have that many rows too."""
+    """It is as long as the replica has rows, and nothing tells rows from batches."""
     make, sizes = DOUBTFUL[name]
     outputs = [(make(part), "a") for part in rows(sum(sizes), 2).split(sizes)]
     words = r"gather: output\[0\] is a list as long .* return a tuple"

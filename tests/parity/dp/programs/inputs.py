@@ -243,7 +243,6 @@ def append(log, row):
 # name: (makes a container, fills it)
 FILLS = {
     "an empty list": (list, append),
-    "a list with entries": (lambda: ["begun"], append),
     "a dict": (dict, lambda log, row: log.update({row: True})),
     "a default dict": (
         lambda: collections.defaultdict(list),
@@ -261,6 +260,20 @@ FILLS = {
 }
 
 
+def writing(m, x, cache, order):
+    cache.setdefault("doubled", x * 2)
+    order["n"] += 1
+    order["columns"].reverse()
+    return m.layer(x[:, order["columns"]] + cache["doubled"]) * order["n"]
+
+
+@uses(module(writing, layer=linear()), on=THREE)
+def a_replica_does_not_see_what_another_writes_to_a_container(model):
+    out = model(X, {"step": 0}, {"n": 0, "columns": [0, 2, 1]})
+    loss_of(out).backward()
+    return out
+
+
 def filling(m, x, log, fill):
     for row in x[:, 0].tolist():
         fill(log, row)
@@ -268,7 +281,7 @@ def filling(m, x, log, fill):
 
 
 @uses(module(filling, layer=linear()), on=THREE)
-def containers_without_tensors_are_filled_by_all(model):
+def empty_containers_are_filled_by_all(model):
     seen = []
     for make, fill in FILLS.values():
         logs = [make(), make(), make()]

@@ -89,9 +89,6 @@ def lists_of_names_with_an_entry_a_row_are_joined(m, x):
 
 
 ENTRIES = {
-    "boxes": lambda x, y: [
-        row.expand(int(v) + 3, -1) for row, v in zip(y, x[:, 0], strict=True)
-    ],
     "detections": lambda x, y: [
         {
             "boxes": row.expand(int(v) + 3, -1),
@@ -101,7 +98,7 @@ ENTRIES = {
         for row, v in zip(y, x[:, 0], strict=True)
     ],
     "records": lambda x, y: [Record(row.expand(12, -1), note="kept") for row in y],
-    "vectors": lambda x, y: [row.repeat(6) for row in y],
+    "vectors": lambda x, y: [{"row": row.repeat(6)} for row in y],
     "numbers of a row": lambda x, y: [list(row.repeat(6)[None]) for row in y],
     "inside a dict": lambda x, y: {"y": y, "rows": [(row.repeat(6), "a") for row in y]},
     "feature maps": lambda x, y: [y, y[:, :1], y[:, :, None]],
