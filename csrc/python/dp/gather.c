@@ -291,11 +291,12 @@ static int are_alike(const joiner *self, PyObject *const *lists)
  * tensors may be of losses, statistics or feature maps: 1, 0 or -1. */
 static int is_of_a_row(const joiner *self, PyObject *const *lists)
 {
-    const Py_ssize_t n_entries = PyList_GET_SIZE(lists[0]);
-    for (Py_ssize_t j = 0; j < n_entries; j++) {
+    for (Py_ssize_t j = 0; j < PyList_GET_SIZE(lists[0]); j++) {
         Py_ssize_t n_first = 0;
         for (Py_ssize_t k = 0; k < self->walk.n; k++) {
-            PyObject *entry = PyList_GET_ITEM(lists[k], j % PyList_GET_SIZE(lists[k]));
+            if (j >= PyList_GET_SIZE(lists[k])) /* a replica with fewer rows */
+                continue;
+            PyObject *entry = PyList_GET_ITEM(lists[k], j);
             pli_shape shape = {0};
             const int kind = pli_kind_of(self->walk.state, entry);
             if (kind >= PLI_CONSTANT)

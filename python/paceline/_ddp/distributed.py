@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from typing_extensions import Self
 
 from paceline import _environment
 from paceline._checkpoint import LoadsEither, Wrapped
@@ -446,6 +447,11 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         return ShadowSteps(self, session)
 
     # ---- state --------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode; torch's class gives no types."""
+        torch.nn.Module.train(self, mode)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         if not torch_groups.is_default_group(self.process_group):
