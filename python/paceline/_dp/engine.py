@@ -53,6 +53,7 @@ from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Trained, held_by, parts_of
 from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import InsideReplica, Task, Watch
+from paceline._dp.transfers import tensors_with_graph
 
 _log = logging.getLogger("paceline")
 
@@ -426,5 +427,5 @@ def _recorded(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
 
     A forward may turn gradients on or off.
     """
-    has_graph = torch.is_grad_enabled() or any(map(transfers.has_graph, outputs))
+    has_graph = torch.is_grad_enabled() or any(map(tensors_with_graph, outputs))
     return torch.set_grad_enabled(has_graph)

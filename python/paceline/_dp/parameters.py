@@ -30,7 +30,6 @@ from paceline._dp.segments import HeldBlocks, Layout, Segment, ids_of
 from paceline._dp.shells import Shells
 from paceline._dp.transfers import (
     at_member,
-    has_graph,
     is_by_torch,
     move,
     tensors_with_graph,
@@ -123,7 +122,7 @@ class ModelCopies:
         """
         leaves, self._leaves = self._leaves, []
         self.inner_backwards.hooks.clear()
-        will_come = torch.is_grad_enabled() or any(map(has_graph, outputs))
+        will_come = torch.is_grad_enabled() or any(map(tensors_with_graph, outputs))
         late, pairs = [], []
         for member, originals, copies in leaves:
             for original, copy in zip(originals, copies, strict=True):

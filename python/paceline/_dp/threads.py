@@ -167,6 +167,7 @@ _STUCK = (
     "replicas %s of DataParallel wait for other threads and do not go on; these have "
     "failed: %s"
 )
+_WAITING = (threading.__name__, queue.__name__)
 
 
 def _place_of_call(thread: int) -> Any:
@@ -188,9 +189,6 @@ def _place_of_wait(thread: int) -> Any:
     if frame is None or "pydev" in str(frame.f_globals.get("__name__")):
         return None
     return id(frame), frame.f_lasti
-
-
-_WAITING = (threading.__name__, queue.__name__)
 
 
 class _Waits:

@@ -293,11 +293,6 @@ def tensors_with_graph(output: Any) -> list[torch.Tensor]:
     return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
-def has_graph(output: Any) -> bool:
-    """Tell whether a tensor of an output requires gradients."""
-    return bool(tensors_with_graph(output))
-
-
 class Joiner:
     """Brings outputs of replicas to one device; a call joins their tensors."""
 
