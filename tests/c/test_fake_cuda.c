@@ -230,12 +230,11 @@ TEST(an_older_version_lacks_what_is_newer)
     options.driver = 11040;
     fake_reset(&options);
     CHECK(dlsym(library, "ncclCommInitRank") != NULL);
-    CHECK(dlsym(library, "ncclCommInitRankConfig") == NULL);
     CHECK(dlsym(library, "ncclCommRegister") == NULL);
     CHECK(dlsym(library, "cuGetProcAddress") != NULL);
     CHECK(dlsym(library, "cuGetProcAddress_v2") == NULL);
     fake_reset(NULL);
-    CHECK(dlsym(library, "ncclCommInitRankConfig") != NULL);
+    CHECK(dlsym(library, "ncclCommRegister") != NULL);
     CHECK(dlsym(library, "cuGetProcAddress_v2") != NULL);
     (void)dlclose(library);
 }
