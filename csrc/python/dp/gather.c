@@ -286,9 +286,9 @@ static int are_alike(const joiner *self, PyObject *const *lists)
     return 0;
 }
 
-/* Whether an entry shows that it belongs to a row: it is a container, or its number of
- * rows differs between replicas and is not in proportion to theirs.  Else lists of
- * tensors may be of losses, statistics or feature maps: 1, 0 or -1. */
+/* Whether an entry shows that it belongs to a row: 1, 0 or -1.  A container does, and a
+ * tensor whose size is neither equal on all replicas, as that of a loss, nor in
+ * proportion to their rows, as that of a feature map. */
 static int is_of_a_row(const joiner *self, PyObject *const *lists)
 {
     for (Py_ssize_t j = 0; j < PyList_GET_SIZE(lists[0]); j++) {
@@ -313,7 +313,7 @@ static int is_of_a_row(const joiner *self, PyObject *const *lists)
     return 0;
 }
 
-/* Such lists are of batches, or of rows that have as many: two images of two boxes. */
+/* Two losses look like the vectors of two rows, two batches like two images' boxes. */
 static int warn_of_doubt(const pli_step *at)
 {
     PyObject *path = pli_path(at, "gather: output");

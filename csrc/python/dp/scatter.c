@@ -190,8 +190,8 @@ static Py_ssize_t find_fewest(scattered_object *self)
     return fewest;
 }
 
-/* The first leaf that is split and has no multiple of n_rows, or, if `is_strict`, not
- * exactly n_rows; -1 if there is none. */
+/* Finds the first leaf that is split and whose rows are no multiple of n_rows, or, if
+ * `is_strict`, are not n_rows; returns -1 if no leaf is so. */
 static Py_ssize_t find_other(const scattered_object *self, int is_strict)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++) {

@@ -66,9 +66,9 @@ static int is_always_opened(const pli_walk *walk, int kind, const pli_step *at)
                                      : at == NULL || at->parent == NULL;
 }
 
-/* Whether a container without tensors goes whole, as with torch: an empty one, which
- * forward may fill, and any object.  What else it could write to is copied. */
-static int goes_whole(PyObject *container, int kind)
+/* Whether a container without leaf and mark is a constant.  As with torch, replicas get
+ * copies of others, so that what one writes does not reach the next. */
+static int may_go_whole(PyObject *container, int kind)
 {
     const Py_ssize_t n = kind == PLI_DATACLASS ? 0 : PyObject_Size(container);
     PyErr_Clear(); /* a registered type may have no length */
@@ -81,7 +81,7 @@ static int kind_in_walk(const pli_walk *walk, PyObject *value, const pli_step *a
     const int kind = pli_kind_of(walk->state, value);
     pli_contents contents = {0};
     if (kind <= PLI_CONSTANT || is_always_opened(walk, kind, at) ||
-        !goes_whole(value, kind))
+        !may_go_whole(value, kind))
         return kind;
     if (pli_look_inside(walk->state, value, &contents) != 0)
         return -1;

@@ -10,8 +10,9 @@
  * replaces a leaf.  gather() walks several values side by side, the others walk one.
  *
  * A container that is met again has the replacement that it had before: it may lead
- * back to itself.  Where one value is walked, a container without leaf or mark is a
- * constant: forward may fill it, or check its identity (an enumeration).
+ * back to itself.  Where one value is walked, these are constants: empty containers,
+ * which forward may fill, and dataclasses without leaf or mark, whose identity it may
+ * check (an enumeration).
  */
 #ifndef PLI_TREE_H
 #define PLI_TREE_H

@@ -52,7 +52,7 @@ from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Trained, held_by, parts_of
 from paceline._dp.thread_state import State, sees_operations
-from paceline._dp.threads import InsideReplica, Task, Watch
+from paceline._dp.threads import InsideReplica, ReplicaWatch, Task
 from paceline._dp.transfers import tensors_with_graph
 
 _log = logging.getLogger("paceline")
@@ -310,7 +310,8 @@ class Engine:
             return output
 
         pool = self._kept.threads
-        watch = Watch(tasks, pool.start if key is not None and not lists else None)
+        start = pool.start if key is not None and not lists else None
+        watch = ReplicaWatch(tasks, start)
         try:
             self._running.add(this)
             self._last_begun = this  # before the next line: threads may switch

@@ -213,7 +213,7 @@ class _Waits:
         return False
 
 
-class Watch:
+class ReplicaWatch:
     """Watches replicas that run in order; starts all if one waits for another thread.
 
     Parameters
@@ -237,7 +237,7 @@ class Watch:
         self._calls = _Waits(_place_of_call, _N_TIMES)
         self.has_started = False
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ReplicaWatch:
         _watched.add(self)
         if not (_watchers and _watchers[-1].is_alive()):  # the first, or after a fork
             thread = threading.Thread(target=_look, name="paceline-watch", daemon=True)
@@ -270,7 +270,7 @@ class Watch:
                 self._start(to_begin)
 
 
-_watched: set[Watch] = set()
+_watched: set[ReplicaWatch] = set()
 _watchers: list[threading.Thread] = []
 
 
