@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -448,10 +448,9 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
 
     # ---- state --------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode; torch's class gives no types."""
-        torch.nn.Module.train(self, mode)
-        return self
+    if TYPE_CHECKING:  # torch's class gives no types
+
+        def train(self, mode: bool = True) -> Self: ...
 
     def __getstate__(self) -> dict[str, Any]:
         if not torch_groups.is_default_group(self.process_group):
