@@ -1,6 +1,12 @@
-/* device_group.c - each call enqueues waits, copies and kernels. */
+/* device_group.c - each call enqueues waits, copies and kernels.
+ *
+ * A wait refers to its event as last recorded when the wait is enqueued, so one event a
+ * member (`mark`) serves all orders.  A wait enqueued later needs a separate event.
+ */
+#include "device_group.h"
+
+#include "backend/cuda.h"
 #include "core/alloc.h"
-#include "device_group_state.h"
 
 enum {
     /* One more hop takes about 10 us, and a link takes about 0.1 ms for this many
@@ -11,9 +17,54 @@ enum {
     PIECES_AT_ONCE = 1022, /* a launch takes as many */
 };
 
+/* ---- steps ---------------------------------------------------------------------- */
+
+static pl_status record(const pli_group_member *it, pl_event *event, pl_stream *stream)
+{
+    return it->backend->ops->event_record(it->backend, event, stream);
+}
+
+static pl_status wait_for(const pli_group_member *it, pl_event *event,
+                          pl_stream *stream)
+{
+    return it->backend->ops->event_wait(it->backend, event, stream);
+}
+
+/* Makes `then` wait for all work that `first` holds. */
+static pl_status order(const pli_group_member *of_first, pl_stream *first,
+                       const pli_group_member *of_then, pl_stream *then)
+{
+    pl_status st = PL_OK;
+    if (of_first->backend == of_then->backend && first == then)
+        goto done;
+    PL_TRY(record(of_first, of_first->mark, first));
+    PL_TRY(wait_for(of_then, of_first->mark, then));
+done:
+    return st;
+}
+
+/* Memory of a member; a source of a copy is only read, so the cast is safe. */
+static pli_cuda_place in(const pli_group_member *it, const void *memory)
+{
+    return (pli_cuda_place){it->backend, (void *)memory};
+}
+
+/* Copies on a stream of `by`. */
+static pl_status copy_on(const pli_group_member *by, pl_stream *stream,
+                         pli_cuda_place to, pli_cuda_place from, size_t n_bytes)
+{
+    return pli_cuda_copy_between(to, from, n_bytes, by->backend, stream);
+}
+
+static size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
 /* ---- the end of a call ---------------------------------------------------------- */
 
-/* Ends a call that also used `stream`, which belongs to `member`. */
+/* Ends a call that also used `stream`, which belongs to `member`, and returns its
+ * status.  A failed call leaves no work on the devices, so that memory may be freed. */
 static pl_status end_call_on(pli_device_group *self, pl_status st, int member,
                              pl_stream *stream)
 {
@@ -32,30 +83,26 @@ static pl_status end_call_on(pli_device_group *self, pl_status st, int member,
     return st;
 }
 
-pl_status pli_device_group_end_call(pli_device_group *self, pl_status st)
+static pl_status end_call(pli_device_group *self, pl_status st)
 {
     return end_call_on(self, st, 0, self->members[0].side);
 }
 
 /* ---- copies --------------------------------------------------------------------- */
 
-/* The member whose stream runs a copy. */
-static int copier(int source, int target)
-{
-    return target != 0 ? target : source;
-}
-
-static pl_status copy_locked(pli_device_group *self, pl_stream *const *streams,
-                             int source, int target, const pl_move *moves,
-                             size_t n_moves)
+pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *streams,
+                                int source, int target, const pl_move *moves,
+                                size_t n_moves)
 {
     pl_status st = PL_OK;
     const pli_group_member *const from = &self->members[source];
     const pli_group_member *const to = &self->members[target];
-    const int k = copier(source, target), j = source + target - k;
+    const int k = target != 0 ? target : source; /* the member whose stream copies */
+    const int j = source + target - k;
     const pli_group_member *const by = &self->members[k];
     const pli_group_member *const other = &self->members[j];
     pl_stream *const stream = streams[k];
+    (void)pthread_mutex_lock(&self->lock);
     PL_TRY(order(other, streams[j], by, stream));
     if (from->backend == to->backend)
         PL_TRY(by->backend->ops->copy(by->backend, moves, n_moves, stream));
@@ -64,17 +111,7 @@ static pl_status copy_locked(pli_device_group *self, pl_stream *const *streams,
                        moves[i].n_elems * pl_dtype_bytes(moves[i].dtype)));
     PL_TRY(order(by, stream, other, streams[j]));
 done:
-    return st;
-}
-
-pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *streams,
-                                int source, int target, const pl_move *moves,
-                                size_t n_moves)
-{
-    const int k = copier(source, target);
-    (void)pthread_mutex_lock(&self->lock);
-    return end_call_on(self, copy_locked(self, streams, source, target, moves, n_moves),
-                       k, streams[k]);
+    return end_call_on(self, st, k, stream);
 }
 
 /* ---- broadcasts ----------------------------------------------------------------- */
@@ -96,8 +133,7 @@ static pl_status pack(pli_device_group *self, const pli_segment *segment, pli_ri
             PL_TRY(wait_for(first, self->members[k].has_read[slot], first->side));
     self->slot_readers[slot] = 0;
     for (size_t i = 0; i < segment->n_moves; i += AT_ONCE) {
-        const size_t n =
-            segment->n_moves - i < AT_ONCE ? segment->n_moves - i : AT_ONCE;
+        const size_t n = least(segment->n_moves - i, AT_ONCE);
         for (size_t j = 0; j < n; j++) {
             moves[j] = segment->moves[i + j];
             moves[j].to = block + (uintptr_t)moves[j].to;
@@ -177,7 +213,7 @@ static pl_status send(pli_device_group *self, const pli_segment *segment, pli_ri
     for (size_t at = 0; at < segment->n_bytes; at += it.n_bytes) {
         it.memory = block + at;
         it.offset = at;
-        it.n_bytes = segment->n_bytes - at < n_most ? segment->n_bytes - at : n_most;
+        it.n_bytes = least(segment->n_bytes - at, n_most);
         PL_TRY(send_load(self, &it));
     }
     self->n_sent += (unsigned)is_packed;
@@ -367,54 +403,44 @@ done:
     return st;
 }
 
-static pl_status broadcast_locked(pli_device_group *self, pl_stream *const *streams,
-                                  const refresh *it, pli_ring ring)
-{
-    pl_status st = PL_OK;
-    int can = 0;
-    PL_TRY(can_compare(self, it, &can));
-    if (!can) {
-        PL_TRY(send_all(self, streams, it->segments, it->n_segments, ring));
-        goto done;
-    }
-    PL_TRY(begin_refresh(self, streams, it));
-    for (int k = 1; k < self->n_members; k++)
-        PL_TRY(refresh_member(self, streams, it, k));
-done:
-    return st;
-}
-
 pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
                                      const pli_segment *segments, size_t n_segments,
                                      pli_ring ring, const pli_room *sums)
 {
+    pl_status st = PL_OK;
     const refresh it = {segments, n_segments, sums};
+    int can = 0;
     (void)pthread_mutex_lock(&self->lock);
-    return pli_device_group_end_call(self, broadcast_locked(self, streams, &it, ring));
+    PL_TRY(can_compare(self, &it, &can));
+    if (!can) {
+        PL_TRY(send_all(self, streams, segments, n_segments, ring));
+        goto done;
+    }
+    PL_TRY(begin_refresh(self, streams, &it));
+    for (int k = 1; k < self->n_members; k++)
+        PL_TRY(refresh_member(self, streams, &it, k));
+done:
+    return end_call(self, st);
 }
 
 /* ---- sums of gradients ---------------------------------------------------------- */
 
-static pl_status fence_locked(pli_device_group *self, pl_stream *const *streams)
+pl_status pli_device_group_fence(pli_device_group *self, pl_stream *const *streams)
 {
     pl_status st = PL_OK;
     const pli_group_member *const first = &self->members[0];
+    (void)pthread_mutex_lock(&self->lock);
     PL_TRY(record(first, first->mark, streams[0]));
     for (int k = 1; k < self->n_members; k++)
         PL_TRY(wait_for(&self->members[k], first->mark, self->members[k].side));
 done:
-    return st;
+    return end_call(self, st);
 }
 
-pl_status pli_device_group_fence(pli_device_group *self, pl_stream *const *streams)
-{
-    (void)pthread_mutex_lock(&self->lock);
-    return pli_device_group_end_call(self, fence_locked(self, streams));
-}
-
-static pl_status settle_locked(pli_device_group *self, pl_stream *const *streams)
+pl_status pli_device_group_settle(pli_device_group *self, pl_stream *const *streams)
 {
     pl_status st = PL_OK;
+    (void)pthread_mutex_lock(&self->lock);
     for (int k = 1; k < self->n_members; k++) {
         const pli_group_member *const it = &self->members[k];
         PL_TRY(record(it, it->mark, it->side));
@@ -422,13 +448,203 @@ static pl_status settle_locked(pli_device_group *self, pl_stream *const *streams
             PL_TRY(wait_for(&self->members[j], it->mark, streams[j]));
     }
 done:
+    return end_call(self, st);
+}
+
+/* The adder copies the rows to its room, adds them up, and copies the sum to member 0,
+ * which has the least memory to spare.  Members take turns, so that all links are used.
+ * Long rows are cut into shards, one a member:
+ *
+ *                      shard 0   shard 1   shard 2
+ *     member of row 0   adds      sends     sends
+ *     member of row 1   sends     adds      sends
+ *     member of row 2   sends     sends     adds
+ *
+ * Each adder begins with its own row, so only one of them reads a row at a time.  Its
+ * copies and its sum run in order on its side stream, so its room needs no events.
+ * Reading the rows in place would hold multiprocessors, which backward needs, until the
+ * link has carried the rows. */
+typedef struct sum_member {
+    const void *row;  /* packed but not summed yet; or NULL */
+    pl_event *packed; /* after the row is packed */
+    pl_event *added;  /* after this member's shard is added, if it has one */
+} sum_member;
+
+struct pli_gradient_sum {
+    pli_device_group *group;
+    uint64_t adders; /* bits: members whose `added` end() must wait for */
+    sum_member members[];
+};
+
+typedef struct addition {
+    const pli_gradient_sum *of;
+    int rows[PLI_MOST_MEMBERS]; /* the member of each */
+    int n_rows;
+    int first; /* the row whose member adds the first shard */
+    const pl_move *to;
+    const pli_room *rooms;
+    size_t n_bytes;
+    size_t row_bytes; /* of each row that fit into all rooms */
+} addition;
+
+static const pli_group_member *member_of_row(const addition *it, int row)
+{
+    return &it->of->group->members[it->rows[row]];
+}
+
+static int adder_of_shard(const addition *it, int shard)
+{
+    return (it->first + shard) % it->n_rows;
+}
+
+/* How many members add up rows of n_bytes. */
+static int count_shards(const addition *it, size_t n_bytes)
+{
+    const size_t n = least(n_bytes / it->of->group->shard_bytes, (size_t)it->n_rows);
+    return n > 0 ? (int)n : 1;
+}
+
+static pl_status add_shard(const addition *it, int shard, size_t offset, size_t n_bytes)
+{
+    pl_status st = PL_OK;
+    const int adder = adder_of_shard(it, shard);
+    const pli_group_member *const first = &it->of->group->members[0];
+    const pli_group_member *const own = member_of_row(it, adder);
+    char *const memory = it->rooms[it->rows[adder]].memory;
+    const size_t stride = (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+    const pl_rank_ranges ranges = {.to = memory,
+                                   .from = memory,
+                                   .stride_bytes = stride,
+                                   .n_ranks = it->n_rows,
+                                   .dtype = it->to->dtype,
+                                   .reduction = PL_SUM,
+                                   .n_elems = n_bytes / pl_dtype_bytes(it->to->dtype)};
+    for (int turn = 0; turn < it->n_rows; turn++) {
+        const int row = (adder + turn) % it->n_rows;
+        PL_TRY(copy_on(own, own->side, in(own, memory + (size_t)row * stride),
+                       in(member_of_row(it, row),
+                          (const char *)it->of->members[it->rows[row]].row + offset),
+                       n_bytes));
+    }
+    PL_TRY(own->backend->ops->sum(own->backend, &ranges, own->side));
+    PL_TRY(copy_on(own, own->side, in(first, (char *)it->to->to + offset),
+                   in(own, memory), n_bytes));
+done:
     return st;
 }
 
-pl_status pli_device_group_settle(pli_device_group *self, pl_stream *const *streams)
+/* Adds the rows piece by piece, each as large as the rooms allow. */
+static pl_status add_rows(const addition *it)
 {
-    (void)pthread_mutex_lock(&self->lock);
-    return pli_device_group_end_call(self, settle_locked(self, streams));
+    pl_status st = PL_OK;
+    for (size_t at = 0; at < it->n_bytes;) {
+        const size_t n_shards = (size_t)count_shards(it, it->n_bytes - at);
+        const size_t n_bytes = least(it->n_bytes - at, n_shards * it->row_bytes);
+        const size_t shard =
+            ((n_bytes - 1) / n_shards / PL_CACHE_LINE + 1) * PL_CACHE_LINE;
+        for (size_t i = 0; i * shard < n_bytes; i++)
+            PL_TRY(add_shard(it, (int)i, at + i * shard,
+                             least(shard, n_bytes - i * shard)));
+        at += n_bytes;
+    }
+done:
+    return st;
+}
+
+static pl_status copy_row(const addition *it)
+{
+    const pli_group_member *const own = member_of_row(it, 0);
+    return copy_on(own, own->side, in(&it->of->group->members[0], it->to->to),
+                   in(own, it->of->members[it->rows[0]].row), it->n_bytes);
+}
+
+/* Sets it->row_bytes, or fails if one of the first n adders has no room. */
+static pl_status measure_rooms(addition *it, int n)
+{
+    pl_status st = PL_OK;
+    it->row_bytes = SIZE_MAX / PLI_MOST_MEMBERS / PL_CACHE_LINE * PL_CACHE_LINE;
+    for (int i = 0; i < n; i++) {
+        const int member = it->rows[adder_of_shard(it, i)];
+        const pli_room *const room = &it->rooms[member];
+        const size_t row_bytes =
+            room->n_bytes / (size_t)it->n_rows / PL_CACHE_LINE * PL_CACHE_LINE;
+        if (room->memory == NULL || row_bytes == 0)
+            PL_FAIL(PL_EINVAL, "%zu bytes of member %d have no room for %d rows",
+                    room->memory == NULL ? 0 : room->n_bytes, member, it->n_rows);
+        it->row_bytes = least(it->row_bytes, row_bytes);
+    }
+done:
+    return st;
+}
+
+static pl_status begin_locked(pli_gradient_sum *self, addition *it)
+{
+    pl_status st = PL_OK;
+    const int is_copy = it->n_rows == 1;
+    const int n_adders = is_copy ? 1 : count_shards(it, it->n_bytes);
+    it->first = (int)(self->group->n_sums++ % (unsigned)it->n_rows);
+    if (!is_copy)
+        PL_TRY(measure_rooms(it, n_adders));
+    for (int i = 0; i < n_adders; i++) {
+        const pli_group_member *const own = member_of_row(it, adder_of_shard(it, i));
+        for (int row = 0; row < it->n_rows; row++)
+            PL_TRY(wait_for(own, self->members[it->rows[row]].packed, own->side));
+    }
+    PL_TRY(is_copy ? copy_row(it) : add_rows(it));
+    for (int i = 0; i < n_adders; i++) {
+        const int member = it->rows[adder_of_shard(it, i)];
+        const pli_group_member *const own = &self->group->members[member];
+        PL_TRY(record(own, self->members[member].added, own->side));
+        self->adders |= UINT64_C(1) << member;
+    }
+done:
+    return st;
+}
+
+pl_status pli_gradient_sum_begin(pli_gradient_sum *self, const pl_move *to,
+                                 const pli_room *rooms)
+{
+    pl_status st = PL_OK;
+    addition it = {.of = self,
+                   .to = to,
+                   .n_bytes = to->n_elems * pl_dtype_bytes(to->dtype),
+                   .rooms = rooms};
+    for (int k = 1; k < self->group->n_members; k++)
+        if (self->members[k].row != NULL)
+            it.rows[it.n_rows++] = k;
+    if (it.n_rows == 0)
+        PL_FAIL(PL_EINVAL, "a sum of gradients that no member has packed");
+    (void)pthread_mutex_lock(&self->group->lock);
+    st = end_call(self->group, begin_locked(self, &it));
+    for (int i = 0; i < it.n_rows; i++)
+        self->members[it.rows[i]].row = NULL;
+done:
+    return st;
+}
+
+pl_status pli_gradient_sum_end(pli_gradient_sum *self, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    pli_device_group *const group = self->group;
+    (void)pthread_mutex_lock(&group->lock);
+    for (int k = 1; k < group->n_members; k++)
+        if (self->adders >> k & 1)
+            PL_TRY(wait_for(&group->members[0], self->members[k].added, stream));
+    self->adders = 0;
+done:
+    return end_call(group, st);
+}
+
+pl_status pli_gradient_sum_pack(pli_gradient_sum *self, int member, pl_stream *stream,
+                                const pl_move *moves, size_t n_moves, const void *row)
+{
+    pl_status st = PL_OK;
+    const pli_group_member *const own = &self->group->members[member];
+    PL_TRY(own->backend->ops->copy(own->backend, moves, n_moves, stream));
+    PL_TRY(record(own, self->members[member].packed, stream));
+    self->members[member].row = row;
+done:
+    return st;
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -492,5 +708,36 @@ void pli_device_group_destroy(pli_device_group *self)
         pli_backend_destroy(it->backend);
     }
     (void)pthread_mutex_destroy(&self->lock);
+    pli_free(self);
+}
+
+pl_status pli_gradient_sum_create(pli_device_group *group, pli_gradient_sum **out)
+{
+    pl_status st = PL_OK;
+    pli_gradient_sum *self = NULL;
+    PL_TRY(pli_calloc(1, sizeof *self + (size_t)group->n_members * sizeof(sum_member),
+                      "a sum of gradients", &self));
+    self->group = group;
+    for (int k = 1; k < group->n_members; k++) {
+        pl_backend *const backend = group->members[k].backend;
+        PL_TRY(backend->ops->event_create(backend, &self->members[k].packed));
+        PL_TRY(backend->ops->event_create(backend, &self->members[k].added));
+    }
+    *out = self;
+    self = NULL;
+done:
+    pli_gradient_sum_destroy(self);
+    return st;
+}
+
+void pli_gradient_sum_destroy(pli_gradient_sum *self)
+{
+    if (self == NULL)
+        return;
+    for (int k = 1; k < self->group->n_members; k++) {
+        pl_backend *const backend = self->group->members[k].backend;
+        backend->ops->event_destroy(backend, self->members[k].packed);
+        backend->ops->event_destroy(backend, self->members[k].added);
+    }
     pli_free(self);
 }

@@ -26,6 +26,8 @@
 #ifndef PLI_DEVICE_GROUP_H
 #define PLI_DEVICE_GROUP_H
 
+#include <pthread.h>
+
 #include "backend/backend.h"
 
 typedef struct pli_device_group pli_device_group;
@@ -82,7 +84,7 @@ pl_status pli_device_group_fence(pli_device_group *self,
 pl_status pli_device_group_settle(pli_device_group *self,
                                   pl_stream *const *streams) PL_MUST_USE;
 
-/* ---- gradient_sum.c ------------------------------------------------------------- */
+/* ---- sums of gradients ---------------------------------------------------------- */
 
 /* Sums the gradients of one segment, from members 1, 2, ... to member 0, while all
  * members go on computing.
@@ -118,5 +120,27 @@ pl_status pli_gradient_sum_begin(pli_gradient_sum *self, const pl_move *to,
 
 /* Makes `stream`, of member 0, wait for the sum. */
 pl_status pli_gradient_sum_end(pli_gradient_sum *self, pl_stream *stream) PL_MUST_USE;
+
+/* ---- the state, for device_group.c and its tests --------------------------------- */
+
+typedef struct pli_group_member {
+    pl_backend *backend;
+    pl_stream *side;
+    pl_event *mark;
+    pl_event *has_read[PLI_RING_SLOTS]; /* in a broadcast, by slot */
+    uint64_t readers; /* bits: members that read its blocks, in a broadcast */
+    int reads_first;  /* its kernels can read member 0's memory */
+} pli_group_member;
+
+struct pli_device_group {
+    pthread_mutex_t lock;
+    int n_members;
+    unsigned n_sent;                       /* slots of the ring written so far */
+    uint64_t slot_readers[PLI_RING_SLOTS]; /* bits: members that have read it */
+    size_t passed_bytes; /* segments of this size or more go from member to member */
+    unsigned n_sums;     /* sums of gradients begun so far */
+    size_t shard_bytes;  /* the least shard of a sum */
+    pli_group_member members[];
+};
 
 #endif

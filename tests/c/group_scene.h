@@ -16,7 +16,7 @@
 #include "check.h"
 #include "fake/fake.h"
 #include "naive_sum.h"
-#include "replicas/device_group_state.h"
+#include "replicas/device_group.h"
 
 #include "draw.h" /* last: a name there is a variable elsewhere */
 

@@ -49,18 +49,18 @@ has anything to do with it yet
     csrc/reducer/reducer.c pl_reducer_prepare pli_reducer_record_side(
 
 other stream: after a failure the host waits for the side streams of all members before
-    csrc/replicas/device_group.c pli_device_group_end_call end_call_on(
+    csrc/replicas/device_group.c end_call end_call_on(
 
 boundary: a copy of no moves does nothing
     csrc/replicas/device_group.c pack i < segment->n_moves
 
 boundary: of two that are equal either is the least
-    csrc/replicas/gradient_sum.c least a < b
+    csrc/replicas/device_group.c least a < b
     csrc/replicas/split.c pli_split_parts n_replicas < n_rows
     csrc/replicas/split.c pli_split_parts n_parts < 1
 
 boundary: the member behind the last one never adds
-    csrc/replicas/gradient_sum.c end_locked k < self->group->n_members
+    csrc/replicas/device_group.c pli_gradient_sum_end k < group->n_members
 
 boundary: dimension 0 has had its own way before
     csrc/python/dp/leaf.c index_of dim < 0

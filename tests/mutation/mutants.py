@@ -44,10 +44,10 @@ GPU_SOURCES = [
     "csrc/nccl/nccl.c",
     "csrc/comm/broadcast_many.c",
     "csrc/comm/window.c",
-    "csrc/replicas/device_group*.c",
+    "csrc/replicas/*.c",
     "csrc/python/*.c",
     "csrc/python/ddp/*.c",
-    "csrc/python/dp/device_group_*.c",
+    "csrc/python/dp/device_group_type.c",
 ]
 # The CPU path.
 CPU_SOURCES = [
@@ -80,7 +80,6 @@ ORDERING = {
 # The same, but functions of a single source.
 ORDERING_IN = {
     "csrc/replicas/device_group.c": {"order", "record", "wait_for"},
-    "csrc/replicas/gradient_sum.c": {"record", "wait_for"},
 }
 
 # Calls that keep an object alive, and their replacements.

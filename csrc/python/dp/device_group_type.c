@@ -1,49 +1,71 @@
-/* device_group_type.c - paceline._native.DeviceGroup: copies tensors between the
- * devices of one process.
+/* device_group_type.c - paceline._native.DeviceGroup and GradientSum: copy tensors
+ * between the devices of one process, and sum gradients.
  *
  * Streams are passed as numbers, by member, as streams() returns them: a backward runs
  * on the streams of its forward, whatever stream is current in its thread.
  */
-#include "device_group_object.h"
+#include "replicas/device_group.h"
 
 #include <limits.h>
 
 #include "core/alloc.h"
+#include "python/gpu.h"
+#include "python/tensor.h"
+
+typedef struct device_group_object {
+    PyObject_HEAD
+    pli_device_group *group;
+    PyObject *devices; /* a tuple */
+} device_group_object;
+
+static device_group_object *group_of(PyObject *object)
+{
+    return (device_group_object *)object;
+}
+
+static Py_ssize_t n_members(const device_group_object *self)
+{
+    return PyTuple_GET_SIZE(self->devices);
+}
+
+static const gpu_object *device_of(const device_group_object *self, Py_ssize_t member)
+{
+    return (const gpu_object *)PyTuple_GET_ITEM(self->devices, member);
+}
 
 /* ---- arguments ------------------------------------------------------------------ */
 
-int pli_group_read_stream(PyObject *number, pl_stream **out)
+static int read_stream(PyObject *number, pl_stream **out)
 {
     *out = PyLong_AsVoidPtr(number);
     return *out == NULL && PyErr_Occurred() ? -1 : 0;
 }
 
-int pli_group_read_streams(const device_group_object *self, PyObject *numbers,
-                           pli_group_streams *out)
+static int read_streams(const device_group_object *self, PyObject *numbers,
+                        pl_stream **out)
 {
     if (!PyTuple_Check(numbers) || PyTuple_GET_SIZE(numbers) != n_members(self))
         return pli_error(PyExc_TypeError, "streams is %R: give a tuple of %zd numbers",
                          numbers, n_members(self));
     for (Py_ssize_t k = 0; k < n_members(self); k++)
-        if (pli_group_read_stream(PyTuple_GET_ITEM(numbers, k), &out->by_member[k]) !=
-            0)
+        if (read_stream(PyTuple_GET_ITEM(numbers, k), &out[k]) != 0)
             return -1;
     return 0;
 }
 
-int pli_group_check_member(const device_group_object *self, Py_ssize_t member)
+static int check_member(const device_group_object *self, Py_ssize_t member)
 {
     if (member >= 0 && member < n_members(self))
         return 0;
-    PyErr_Format(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
-    return -1;
+    return pli_error(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
 }
 
-int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
-                         PyObject *tensor, pli_tensor *out)
+/* A tensor of a member; it must be one block of memory. */
+static int read_block(const device_group_object *self, Py_ssize_t member,
+                      PyObject *tensor, pli_tensor *out)
 {
     const module_state *state = state_of((PyObject *)self);
-    if (pli_group_check_member(self, member) != 0 ||
+    if (check_member(self, member) != 0 ||
         pli_tensor_read_on(state, device_of(self, member)->place, tensor, "a tensor",
                            out) != 0)
         return -1;
@@ -52,10 +74,11 @@ int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
     return pli_error(PyExc_ValueError, "a tensor is not one block of memory");
 }
 
-int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
-                         PyObject *tensor, size_t n_bytes, pli_tensor *out)
+/* Such a tensor that holds a segment of n_bytes. */
+static int read_whole(const device_group_object *self, Py_ssize_t member,
+                      PyObject *tensor, size_t n_bytes, pli_tensor *out)
 {
-    if (pli_group_read_block(self, member, tensor, out) != 0)
+    if (read_block(self, member, tensor, out) != 0)
         return -1;
     if (pli_layout_bytes(&out->layout) == n_bytes)
         return 0;
@@ -63,13 +86,18 @@ int pli_group_read_whole(const device_group_object *self, Py_ssize_t member,
                      pli_layout_bytes(&out->layout), n_bytes);
 }
 
-int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
-                        PyObject *tensor, PyObject *offset, size_t n_bytes,
-                        block_part *out)
+typedef struct block_part {
+    pli_tensor tensor;
+    size_t offset; /* in bytes, in the block */
+} block_part;
+
+/* Such a tensor that fits at an offset into a block of n_bytes. */
+static int read_part(const device_group_object *self, Py_ssize_t member,
+                     PyObject *tensor, PyObject *offset, size_t n_bytes,
+                     block_part *out)
 {
     out->offset = PyLong_AsSize_t(offset);
-    if (PyErr_Occurred() ||
-        pli_group_read_block(self, member, tensor, &out->tensor) != 0)
+    if (PyErr_Occurred() || read_block(self, member, tensor, &out->tensor) != 0)
         return -1;
     if (out->offset <= n_bytes &&
         pli_layout_bytes(&out->tensor.layout) <= n_bytes - out->offset)
@@ -80,7 +108,7 @@ int pli_group_read_part(const device_group_object *self, Py_ssize_t member,
 static int read_ring(const device_group_object *self, PyObject *tensor, pli_ring *out)
 {
     pli_tensor memory;
-    if (pli_group_read_block(self, 0, tensor, &memory) != 0)
+    if (read_block(self, 0, tensor, &memory) != 0)
         return -1;
     const size_t slot_bytes = pli_layout_bytes(&memory.layout) / PLI_RING_SLOTS;
     *out = (pli_ring){.memory = memory.data,
@@ -88,8 +116,8 @@ static int read_ring(const device_group_object *self, PyObject *tensor, pli_ring
     return 0;
 }
 
-int pli_group_read_rooms(const device_group_object *self, PyObject *items,
-                         pli_room *out)
+/* A list with a tensor of each member, or None. */
+static int read_rooms(const device_group_object *self, PyObject *items, pli_room *out)
 {
     pli_tensor room;
     if (!PyList_Check(items))
@@ -104,7 +132,7 @@ int pli_group_read_rooms(const device_group_object *self, PyObject *items,
         out[k] = (pli_room){0};
         if (tensor == Py_None)
             continue;
-        if (pli_group_read_block(self, k, tensor, &room) != 0)
+        if (read_block(self, k, tensor, &room) != 0)
             return -1;
         out[k].memory = room.data;
         out[k].n_bytes = pli_layout_bytes(&room.layout);
@@ -112,12 +140,20 @@ int pli_group_read_rooms(const device_group_object *self, PyObject *items,
     return 0;
 }
 
-int pli_group_check_lists(PyObject *one, PyObject *other)
+static int check_lists(PyObject *one, PyObject *other)
 {
     if (PyList_GET_SIZE(one) == PyList_GET_SIZE(other))
         return 0;
     return pli_error(PyExc_ValueError, "lists of %zd and %zd: give equal lengths",
                      PyList_GET_SIZE(one), PyList_GET_SIZE(other));
+}
+
+static pl_move move_of(void *to, const pli_tensor *from)
+{
+    return (pl_move){.to = to,
+                     .from = from->data,
+                     .dtype = from->layout.dtype,
+                     .n_elems = from->layout.n_elems};
 }
 
 /* ---- streams -------------------------------------------------------------------- */
@@ -148,16 +184,15 @@ static int read_pairs(const device_group_object *self, Py_ssize_t source,
 {
     pli_tensor from, to;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(to_list); i++) {
-        if (pli_group_read_block(self, source, PyList_GET_ITEM(from_list, i), &from) !=
-                0 ||
-            pli_group_read_block(self, target, PyList_GET_ITEM(to_list, i), &to) != 0)
+        if (read_block(self, source, PyList_GET_ITEM(from_list, i), &from) != 0 ||
+            read_block(self, target, PyList_GET_ITEM(to_list, i), &to) != 0)
             return -1;
         if (!pli_layout_equal(&from.layout, &to.layout))
             return pli_error(
                 PyExc_ValueError,
                 "a tensor and its destination are not alike: give the same "
                 "dtype, shape and strides");
-        out[i] = pli_group_move_of(to.data, &from);
+        out[i] = move_of(to.data, &from);
     }
     return 0;
 }
@@ -169,14 +204,12 @@ static PyObject *group_copy(PyObject *object, PyObject *args)
     PyObject *numbers, *from_list, *to_list, *result = NULL;
     Py_ssize_t source, target;
     pl_move *moves = NULL;
-    pli_group_streams of;
+    pl_stream *streams[PLI_MOST_MEMBERS];
     pl_status st;
     if (!PyArg_ParseTuple(args, "OnO!nO!:copy", &numbers, &source, &PyList_Type,
                           &from_list, &target, &PyList_Type, &to_list) ||
-        pli_group_read_streams(self, numbers, &of) != 0 ||
-        pli_group_check_member(self, source) != 0 ||
-        pli_group_check_member(self, target) != 0 ||
-        pli_group_check_lists(from_list, to_list) != 0)
+        read_streams(self, numbers, streams) != 0 || check_member(self, source) != 0 ||
+        check_member(self, target) != 0 || check_lists(from_list, to_list) != 0)
         return NULL;
     const size_t n = (size_t)PyList_GET_SIZE(to_list);
     if (pli_check(state_of(object),
@@ -184,7 +217,7 @@ static PyObject *group_copy(PyObject *object, PyObject *args)
         return NULL;
     if (read_pairs(self, source, from_list, target, to_list, moves) == 0) {
         Py_BEGIN_ALLOW_THREADS
-        st = pli_device_group_copy(self->group, of.by_member, (int)source, (int)target,
+        st = pli_device_group_copy(self->group, streams, (int)source, (int)target,
                                    moves, n);
         Py_END_ALLOW_THREADS
         result = pli_none(pli_check(state_of(object), st));
@@ -200,11 +233,11 @@ static int read_moves(const device_group_object *self, PyObject *sources,
 {
     block_part from;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sources); i++) {
-        if (pli_group_read_part(self, 0, PyList_GET_ITEM(sources, i),
-                                PyList_GET_ITEM(offsets, i), n_bytes, &from) != 0)
+        if (read_part(self, 0, PyList_GET_ITEM(sources, i), PyList_GET_ITEM(offsets, i),
+                      n_bytes, &from) != 0)
             return -1;
         void *to = (void *)(uintptr_t)from.offset; /* NOLINT: an offset */
-        out[i] = pli_group_move_of(to, &from.tensor);
+        out[i] = move_of(to, &from.tensor);
     }
     return 0;
 }
@@ -217,7 +250,7 @@ static int read_targets(const device_group_object *self, PyObject *blocks,
         PyObject *target = PyList_GET_ITEM(blocks, k);
         if (target == Py_None)
             continue;
-        if (pli_group_read_whole(self, k, target, n_bytes, &block) != 0)
+        if (read_whole(self, k, target, n_bytes, &block) != 0)
             return -1;
         out[k] = block.data;
     }
@@ -238,7 +271,7 @@ static int read_segment(const device_group_object *self, PyObject *item,
         return pli_error(PyExc_TypeError, A_SEGMENT);
     if (!PyArg_ParseTuple(item, "O!O!nO!;" A_SEGMENT, &PyList_Type, &sources,
                           &PyList_Type, &offsets, &n_bytes, &PyList_Type, &blocks) ||
-        pli_group_check_lists(sources, offsets) != 0)
+        check_lists(sources, offsets) != 0)
         return -1;
     if (n_bytes < 0 || PyList_GET_SIZE(blocks) != n_members(self))
         return pli_error(PyExc_ValueError,
@@ -266,14 +299,14 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args)
     PyObject *numbers, *memory, *items, *rooms = Py_None, *result = NULL;
     pli_room sums[PLI_MOST_MEMBERS];
     pli_segment *all = NULL;
-    pli_group_streams of;
+    pl_stream *streams[PLI_MOST_MEMBERS];
     pli_ring ring;
     pl_status st;
     if (!PyArg_ParseTuple(args, "OOO!|O:broadcast", &numbers, &memory, &PyList_Type,
                           &items, &rooms) ||
-        pli_group_read_streams(self, numbers, &of) != 0 ||
+        read_streams(self, numbers, streams) != 0 ||
         read_ring(self, memory, &ring) != 0 ||
-        (rooms != Py_None && pli_group_read_rooms(self, rooms, sums) != 0))
+        (rooms != Py_None && read_rooms(self, rooms, sums) != 0))
         return NULL;
     const size_t n = (size_t)PyList_GET_SIZE(items);
     if (pli_check(state_of((PyObject *)self),
@@ -285,7 +318,7 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args)
         n_read++;
     if (n_read == n) {
         Py_BEGIN_ALLOW_THREADS
-        st = pli_device_group_broadcast(self->group, of.by_member, all, n, ring,
+        st = pli_device_group_broadcast(self->group, streams, all, n, ring,
                                         rooms != Py_None ? sums : NULL);
         Py_END_ALLOW_THREADS
         result = pli_none(pli_check(state_of(object), st));
@@ -296,7 +329,7 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args)
     return result;
 }
 
-/* ---- sums of gradients ---------------------------------------------------------- */
+/* ---- order of streams ----------------------------------------------------------- */
 
 typedef pl_status (*order_of_streams)(pli_device_group *group,
                                       pl_stream *const *streams);
@@ -305,12 +338,12 @@ static PyObject *order_streams(PyObject *object, PyObject *numbers,
                                order_of_streams order)
 {
     const device_group_object *self = group_of(object);
-    pli_group_streams of;
+    pl_stream *streams[PLI_MOST_MEMBERS];
     pl_status st;
-    if (pli_group_read_streams(self, numbers, &of) != 0)
+    if (read_streams(self, numbers, streams) != 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    st = order(self->group, of.by_member);
+    st = order(self->group, streams);
     Py_END_ALLOW_THREADS
     return pli_none(pli_check(state_of(object), st));
 }
@@ -327,43 +360,259 @@ static PyObject *group_settle(PyObject *object, PyObject *numbers)
     return order_streams(object, numbers, pli_device_group_settle);
 }
 
-/* ---- life ----------------------------------------------------------------------- */
+/* ---- GradientSum ---------------------------------------------------------------- */
+
+typedef struct slot {
+    pli_layout *layout;
+    size_t offset; /* in bytes, in the block */
+} slot;
+
+/* Adds up, for member 0, the gradients of one segment that the other members pack.  The
+ * caller keeps the blocks and the sum until settle(): streams may read and write them
+ * until then, even after a failed backward. */
+typedef struct gradient_sum_object {
+    PyObject_HEAD
+    device_group_object *group;
+    pli_gradient_sum *sum;
+    slot *slots;
+    size_t n_slots, n_bytes;
+} gradient_sum_object;
+
+static gradient_sum_object *sum_of(PyObject *object)
+{
+    return (gradient_sum_object *)object;
+}
+
+/* Reads a gradient into *out; returns 1 if it is not laid out like its slot, or has no
+ * memory of its own (sparse, or a batch under vmap). */
+static int read_grad(const gradient_sum_object *self, dl_device place, PyObject *grad,
+                     const slot *to, char *block, pl_move *out)
+{
+    pli_tensor found;
+    *out = (pl_move){.to = block + to->offset,
+                     .dtype = to->layout->dtype,
+                     .n_elems = to->layout->n_elems};
+    if (grad == Py_None)
+        return 0;
+    if (pli_tensor_read_grad(state_of((PyObject *)self), place, grad, "a gradient",
+                             &found) != 0) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError))
+            return -1;
+        PyErr_Clear();
+        return 1;
+    }
+    out->from = found.data;
+    return found.layout.is_lazy || !pli_layout_equal(&found.layout, to->layout);
+}
+
+/* Reads all gradients; returns a list of the numbers of those not laid out like their
+ * slots. */
+static PyObject *read_grads(const gradient_sum_object *self, Py_ssize_t member,
+                            PyObject *grads, char *block, pl_move *out)
+{
+    const dl_device place = device_of(self->group, member)->place;
+    PyObject *others = PyList_New(0);
+    for (size_t i = 0; others != NULL && i < self->n_slots; i++) {
+        PyObject *const grad = PyList_GET_ITEM(grads, (Py_ssize_t)i);
+        const int status =
+            read_grad(self, place, grad, &self->slots[i], block, &out[i]);
+        if (status == 0)
+            continue;
+        PyObject *number = status == 1 ? PyLong_FromSize_t(i) : NULL;
+        if (number == NULL || PyList_Append(others, number) != 0)
+            Py_CLEAR(others);
+        Py_XDECREF(number);
+    }
+    return others;
+}
+
+static PyObject *sum_pack(PyObject *object, PyObject *args)
+{
+    PLI_ENTER(object);
+    const gradient_sum_object *self = (const gradient_sum_object *)object;
+    PyObject *number, *grads, *tensor;
+    Py_ssize_t member;
+    pl_stream *stream;
+    pl_move *moves = NULL;
+    pli_tensor block;
+    pl_status st;
+    if (!PyArg_ParseTuple(args, "OnO!O:pack", &number, &member, &PyList_Type, &grads,
+                          &tensor) ||
+        read_stream(number, &stream) != 0 || check_member(self->group, member) != 0 ||
+        read_whole(self->group, member, tensor, self->n_bytes, &block) != 0)
+        return NULL;
+    if (member == 0 || (size_t)PyList_GET_SIZE(grads) != self->n_slots)
+        return PyErr_Format(PyExc_ValueError,
+                            "member %zd packs %zd gradients of %zu tensors: give one "
+                            "for each, and a member other than 0",
+                            member, PyList_GET_SIZE(grads), self->n_slots);
+    if (pli_check(state_of(object), pli_calloc(self->n_slots + 1, sizeof *moves,
+                                               "gradients", &moves)) != 0)
+        return NULL;
+    PyObject *others = read_grads(self, member, grads, block.data, moves);
+    if (others != NULL && PyList_GET_SIZE(others) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        st = pli_gradient_sum_pack(self->sum, (int)member, stream, moves, self->n_slots,
+                                   block.data);
+        Py_END_ALLOW_THREADS
+        if (pli_check(state_of(object), st) != 0)
+            Py_CLEAR(others);
+    }
+    pli_free(moves);
+    return others;
+}
+
+static PyObject *sum_begin(PyObject *object, PyObject *args)
+{
+    PLI_ENTER(object);
+    gradient_sum_object *self = sum_of(object);
+    PyObject *memory, *tensor;
+    pli_room rooms[PLI_MOST_MEMBERS];
+    pli_tensor to;
+    pl_status st;
+    if (!PyArg_ParseTuple(args, "OO:begin", &memory, &tensor) ||
+        read_rooms(self->group, memory, rooms) != 0 ||
+        read_whole(self->group, 0, tensor, self->n_bytes, &to) != 0)
+        return NULL;
+    const pl_move sum = move_of(to.data, &to);
+    Py_BEGIN_ALLOW_THREADS
+    st = pli_gradient_sum_begin(self->sum, &sum, rooms);
+    Py_END_ALLOW_THREADS
+    return pli_none(pli_check(state_of(object), st));
+}
+
+static PyObject *sum_end(PyObject *object, PyObject *number)
+{
+    PLI_ENTER(object);
+    const gradient_sum_object *self = sum_of(object);
+    pl_stream *stream;
+    pl_status st;
+    if (read_stream(number, &stream) != 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = pli_gradient_sum_end(self->sum, stream);
+    Py_END_ALLOW_THREADS
+    return pli_none(pli_check(state_of(object), st));
+}
+
+static int read_slots(gradient_sum_object *self, Py_ssize_t member, PyObject *tensors,
+                      PyObject *offsets)
+{
+    const module_state *state = state_of((PyObject *)self);
+    const size_t n = (size_t)PyList_GET_SIZE(tensors);
+    block_part found;
+    if (check_lists(tensors, offsets) != 0 ||
+        pli_check(state,
+                  pli_calloc(n + 1, sizeof *self->slots, "gradients", &self->slots)))
+        return -1;
+    self->n_slots = n;
+    for (Py_ssize_t i = 0; i < (Py_ssize_t)n; i++) {
+        slot *const place = &self->slots[i];
+        if (read_part(self->group, member, PyList_GET_ITEM(tensors, i),
+                      PyList_GET_ITEM(offsets, i), self->n_bytes, &found) != 0 ||
+            pli_check(state, pli_layout_copy(&found.tensor.layout, &place->layout)) !=
+                0)
+            return -1;
+        place->offset = found.offset;
+    }
+    return 0;
+}
+
+static PyObject *group_gradient_sum(PyObject *group, PyObject *args)
+{
+    PLI_ENTER(group);
+    const module_state *state = state_of(group);
+    PyTypeObject *const type = state->gradient_sum_type;
+    PyObject *tensors, *offsets;
+    Py_ssize_t member, n_bytes;
+    if (!PyArg_ParseTuple(args, "nO!O!n:gradient_sum", &member, &PyList_Type, &tensors,
+                          &PyList_Type, &offsets, &n_bytes) ||
+        check_member(group_of(group), member) != 0)
+        return NULL;
+    gradient_sum_object *self = (gradient_sum_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->group = group_of(Py_NewRef(group));
+    self->n_bytes = n_bytes > 0 ? (size_t)n_bytes : 0;
+    if (read_slots(self, member, tensors, offsets) != 0 ||
+        pli_check(state, pli_gradient_sum_create(self->group->group, &self->sum)) != 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void sum_dealloc(PyObject *object)
+{
+    gradient_sum_object *self = sum_of(object);
+    pli_gradient_sum_destroy(self->sum);
+    for (size_t i = 0; i < self->n_slots; i++)
+        pli_free(self->slots[i].layout);
+    pli_free(self->slots);
+    Py_XDECREF(self->group);
+    pli_object_free(object);
+}
+
+static PyMethodDef sum_methods[] = {
+    {"pack", sum_pack, METH_VARARGS,
+     "pack($self, stream, member, gradients, block, /)\n--\n\n"
+     "Copy a member's gradients into a block on its compute stream, zeros for None. "
+     "Return the numbers of gradients of another layout, or without plain memory; if "
+     "there are any, copy nothing."},
+    {"begin", sum_begin, METH_VARARGS,
+     "begin($self, rooms, to, /)\n--\n\n"
+     "Add up the gradients packed since the last sum into a tensor of member 0; rooms "
+     "holds, by member, working memory or None."},
+    {"end", sum_end, METH_O,
+     "end($self, stream, /)\n--\n\n"
+     "Make a stream of member 0 wait for the sum."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot gradient_sum_slots[] = {
+    {Py_tp_dealloc, sum_dealloc},
+    {Py_tp_methods, sum_methods},
+    {Py_tp_doc, "A sum of gradients; made by DeviceGroup.gradient_sum()."},
+    {0, NULL},
+};
+
+PLI_TYPE(gradient_sum, GradientSum, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+
+/* ---- DeviceGroup ---------------------------------------------------------------- */
+
+static int read_devices(const device_group_object *self, pl_backend **out)
+{
+    const module_state *state = state_of((PyObject *)self);
+    for (Py_ssize_t k = 0; k < n_members(self) && k < PLI_MOST_MEMBERS; k++) {
+        PyObject *device = PyTuple_GET_ITEM(self->devices, k);
+        if (!Py_IS_TYPE(device, state->gpu_type))
+            return pli_error(PyExc_TypeError, "devices[%zd] is %R: give a Device", k,
+                             device);
+        out[k] = device_of(self, k)->backend;
+    }
+    return 0;
+}
 
 static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PLI_ENTER(type);
     static char *names[] = {"devices", NULL};
-    const module_state *state = state_of_type(type);
     pl_backend *members[PLI_MOST_MEMBERS];
     PyObject *given;
     pl_status st;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:DeviceGroup", names, &given))
         return NULL;
-    PyObject *devices = PySequence_Tuple(given);
-    if (devices == NULL)
-        return NULL;
-    const Py_ssize_t n = PyTuple_GET_SIZE(devices);
-    for (Py_ssize_t k = 0; k < n && n <= PLI_MOST_MEMBERS; k++) {
-        PyObject *device = PyTuple_GET_ITEM(devices, k);
-        if (!Py_IS_TYPE(device, state->gpu_type)) {
-            PyErr_Format(PyExc_TypeError, "devices[%zd] is %R: give a Device", k,
-                         device);
-            Py_DECREF(devices);
-            return NULL;
-        }
-        members[k] = ((const gpu_object *)device)->backend;
-    }
     device_group_object *self = (device_group_object *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        Py_DECREF(devices);
+    if (self != NULL)
+        self->devices = PySequence_Tuple(given);
+    if (self == NULL || self->devices == NULL || read_devices(self, members) != 0) {
+        Py_XDECREF(self);
         return NULL;
     }
-    self->devices = devices;
+    const Py_ssize_t n = n_members(self);
     Py_BEGIN_ALLOW_THREADS
     st =
         pli_device_group_create(members, n <= INT_MAX ? (int)n : INT_MAX, &self->group);
     Py_END_ALLOW_THREADS
-    if (pli_check(state, st) != 0)
+    if (pli_check(state_of((PyObject *)self), st) != 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -404,7 +653,7 @@ static PyMethodDef group_methods[] = {
      "Copy segments of member 0's tensors, each (sources, offsets, n_bytes, blocks), "
      "to the blocks of other members. With sums, copy only segments that differ; sums "
      "holds, by member, memory for two 64-bit numbers a segment."},
-    {"gradient_sum", pli_group_gradient_sum, METH_VARARGS,
+    {"gradient_sum", group_gradient_sum, METH_VARARGS,
      "gradient_sum($self, member, tensors, offsets, n_bytes, /)\n--\n\n"
      "Return a GradientSum for gradients laid out like tensors of a member, at offsets "
      "of a block."},
