@@ -213,8 +213,8 @@ static PyMethodDef module_methods[] = {
      "flatten(value, /)\n--\n\nReturn (tree, leaves): the nesting, and the tensors and "
      "arrays in order."},
     {"scatter", (PyCFunction)(void (*)(void))pli_scatter, METH_FASTCALL,
-     "scatter(inputs, kwargs, n, dim, /)\n--\n\nSplit a call's arguments by rows over "
-     "at most n replicas."},
+     "scatter(inputs, kwargs, n, dim, /)\n--\n\nSplit a call's arguments over at most "
+     "n replicas. Return (tree, sizes, leaves), both by replica."},
     {"gather", (PyCFunction)(void (*)(void))pli_gather, METH_FASTCALL,
      "gather(outputs, sizes, dim, join=None, /)\n--\n\nJoin the replicas' outputs; "
      "join(tensors, dim) joins tensors, and join.packed() packed sequences."},

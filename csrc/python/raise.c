@@ -3,22 +3,18 @@
 
 #include "state.h"
 
-static const char *exception_name(pl_status st)
-{
-    switch (st) {
-#define EXCEPTION_NAME(name, number, text, exception)                                  \
-    case name:                                                                         \
-        return exception;
-        PL_STATUS_MAP(EXCEPTION_NAME)
-#undef EXCEPTION_NAME
-    }
-    return "RuntimeError";
-}
-
 /* A new reference; NULL with an exception set. */
 static PyObject *exception_of(const module_state *state, pl_status st)
 {
-    const char *name = exception_name(st);
+    const char *name = "RuntimeError";
+    switch (st) {
+#define EXCEPTION_NAME(code, number, text, exception)                                  \
+    case code:                                                                         \
+        name = exception;                                                              \
+        break;
+        PL_STATUS_MAP(EXCEPTION_NAME)
+#undef EXCEPTION_NAME
+    }
     PyObject *builtin = PyDict_GetItemString(PyEval_GetBuiltins(), name); /* borrowed */
     return builtin != NULL ? Py_NewRef(builtin)
                            : PyObject_GetAttrString(state->errors, name);
@@ -41,10 +37,8 @@ PyObject *pli_raise(const module_state *state, pl_status st)
 
 int pli_check(const module_state *state, pl_status st)
 {
-    if (st == PL_OK)
-        return 0;
     pli_raise(state, st);
-    return -1;
+    return st == PL_OK ? 0 : -1;
 }
 
 int pli_error(PyObject *type, const char *format, ...)
@@ -60,9 +54,8 @@ int pli_needs_torch(const module_state *state)
 {
     if (state->tensor_type != NULL)
         return 0;
-    return pli_error(
-        PyExc_RuntimeError,
-        "torch is not attached: call paceline._compat.torch_core.attach() first");
+    return pli_error(PyExc_RuntimeError, "torch is not attached: call "
+                                         "paceline._compat.torch_core.attach() first");
 }
 
 PyObject *pli_exception_words(void)
@@ -80,13 +73,20 @@ PyObject *pli_exception_words(void)
     return words;
 }
 
-void pli_raise_at(PyObject *type, PyObject *path, const char *format, va_list args)
+int pli_raise_at(PyObject *type, PyObject *path, const char *format, ...)
 {
+    int status = -1;
+    va_list args;
+    va_start(args, format);
     PyObject *words = path != NULL ? PyUnicode_FromFormatV(format, args) : NULL;
-    if (words != NULL)
+    va_end(args);
+    if (words != NULL && type == PyExc_UserWarning)
+        status = PyErr_WarnFormat(type, 1, "%U %U", path, words);
+    else if (words != NULL)
         PyErr_Format(type, "%U %U", path, words);
     Py_XDECREF(words);
     Py_XDECREF(path);
+    return status;
 }
 
 pl_status pli_callback_failed(void)

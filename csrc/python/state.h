@@ -88,7 +88,6 @@
     X(hook)                                                                            \
     X(backward_end)                                                                    \
     X(tree)                                                                            \
-    X(scattered)                                                                       \
     X(device_group)                                                                    \
     X(gradient_sum)
 
@@ -129,8 +128,9 @@ PyObject *pli_raise(const module_state *state, pl_status st);
 int pli_error(PyObject *type, const char *format, ...);
 
 /* Raises an exception; its message is `path`, which it steals, and the formatted words.
- * If `path` is NULL, keeps the exception that is set. */
-void pli_raise_at(PyObject *type, PyObject *path, const char *format, va_list args);
+ * If `path` is NULL, keeps the exception that is set.  Returns -1.  If `type` is
+ * UserWarning, warns instead, and returns 0 or -1. */
+int pli_raise_at(PyObject *type, PyObject *path, const char *format, ...);
 
 /* The exception that is set, as text, "TypeError: ..."; it stays set.  NULL, without
  * another exception, if there is no memory. */

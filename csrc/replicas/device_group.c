@@ -622,27 +622,28 @@ done:
     return st;
 }
 
-pl_status pli_gradient_sum_end(pli_gradient_sum *self, pl_stream *stream)
+pl_status pli_gradient_sum_end(pli_gradient_sum *sum, pl_stream *stream)
 {
     pl_status st = PL_OK;
-    pli_device_group *const group = self->group;
-    (void)pthread_mutex_lock(&group->lock);
-    for (int k = 1; k < group->n_members; k++)
-        if (self->adders >> k & 1)
-            PL_TRY(wait_for(&group->members[0], self->members[k].added, stream));
-    self->adders = 0;
+    pli_device_group *const self = sum->group;
+    (void)pthread_mutex_lock(&self->lock);
+    for (int k = 1; k < self->n_members; k++)
+        if (sum->adders >> k & 1)
+            PL_TRY(wait_for(&self->members[0], sum->members[k].added, stream));
+    sum->adders = 0;
 done:
-    return end_call(group, st);
+    return end_call(self, st);
 }
 
-pl_status pli_gradient_sum_pack(pli_gradient_sum *self, int member, pl_stream *stream,
+pl_status pli_gradient_sum_pack(pli_gradient_sum *sum, int member, pl_stream *stream,
                                 const pl_move *moves, size_t n_moves, const void *row)
 {
     pl_status st = PL_OK;
-    const pli_group_member *const own = &self->group->members[member];
+    const pli_device_group *const self = sum->group;
+    const pli_group_member *const own = &self->members[member];
     PL_TRY(own->backend->ops->copy(own->backend, moves, n_moves, stream));
-    PL_TRY(record(own, self->members[member].packed, stream));
-    self->members[member].row = row;
+    PL_TRY(record(own, sum->members[member].packed, stream));
+    sum->members[member].row = row;
 done:
     return st;
 }

@@ -107,7 +107,7 @@ void pli_gradient_sum_destroy(pli_gradient_sum *self);
 
 /* Packs a member's gradients into `row` by `moves`, on its compute stream.  Members may
  * call concurrently. */
-pl_status pli_gradient_sum_pack(pli_gradient_sum *self, int member, pl_stream *stream,
+pl_status pli_gradient_sum_pack(pli_gradient_sum *sum, int member, pl_stream *stream,
                                 const pl_move *moves, size_t n_moves,
                                 const void *row) PL_MUST_USE;
 
@@ -119,7 +119,7 @@ pl_status pli_gradient_sum_begin(pli_gradient_sum *self, const pl_move *to,
                                  const pli_room *rooms) PL_MUST_USE;
 
 /* Makes `stream`, of member 0, wait for the sum. */
-pl_status pli_gradient_sum_end(pli_gradient_sum *self, pl_stream *stream) PL_MUST_USE;
+pl_status pli_gradient_sum_end(pli_gradient_sum *sum, pl_stream *stream) PL_MUST_USE;
 
 /* ---- the state, for device_group.c and its tests --------------------------------- */
 

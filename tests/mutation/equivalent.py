@@ -56,18 +56,18 @@ boundary: a copy of no moves does nothing
 
 boundary: of two that are equal either is the least
     csrc/replicas/device_group.c least a < b
-    csrc/replicas/split.c pli_split_parts n_replicas < n_rows
-    csrc/replicas/split.c pli_split_parts n_parts < 1
+    csrc/python/dp/scatter.c scatter self->n_replicas < self->n_rows
+    csrc/python/dp/scatter.c scatter n < 1
 
 boundary: the member behind the last one never adds
-    csrc/replicas/device_group.c pli_gradient_sum_end k < group->n_members
+    csrc/replicas/device_group.c pli_gradient_sum_end k < self->n_members
 
 boundary: dimension 0 has had its own way before
-    csrc/python/dp/leaf.c index_of dim < 0
+    csrc/python/dp/scatter.c index_of dim < 0
 
 boundary: what is read behind the end is not used
-    csrc/python/dp/leaf.c pli_leaf_shape d < dl.ndim
-    csrc/python/dp/scatter.c put_packed i < PyTuple_GET_SIZE(part)
+    csrc/python/dp/tree.c pli_leaf_shape d < dl.ndim
+    csrc/python/dp/scatter.c cut_packed j < PyTuple_GET_SIZE(part)
     csrc/replicas/device_group.c pack j < n
 
 never: streams that are the current ones already are made so again: only time is lost

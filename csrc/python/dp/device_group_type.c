@@ -57,7 +57,8 @@ static int check_member(const device_group_object *self, Py_ssize_t member)
 {
     if (member >= 0 && member < n_members(self))
         return 0;
-    return pli_error(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
+    PyErr_Format(PyExc_IndexError, "no member %zd of %zd", member, n_members(self));
+    return -1;
 }
 
 /* A tensor of a member; it must be one block of memory. */

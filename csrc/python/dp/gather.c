@@ -17,14 +17,10 @@ typedef struct joiner {
     int has_warned; /* about scalars, in this call */
 } joiner;
 
-/* Raises "gather: output['logits'][0] " followed by the message; returns -1. */
-static int refuse(PyObject *type, const pli_step *at, const char *format, ...)
+/* "gather: output['logits'][0]" */
+static PyObject *output_at(const pli_step *at)
 {
-    va_list args;
-    va_start(args, format);
-    pli_raise_at(type, pli_path(at, "gather: output"), format, args);
-    va_end(args);
-    return -1;
+    return pli_path(at, "gather: output");
 }
 
 /* ---- tensors and arrays --------------------------------------------------------- */
@@ -37,44 +33,52 @@ static int refuse_shapes(const pli_step *at, Py_ssize_t k, const pli_shape *firs
     if (first_text == NULL || other_text == NULL)
         ;
     else if (first->n_dims == other->n_dims && pli_shape_dim(first, dim) < 0)
-        (void)refuse(PyExc_ValueError, at,
-                     "has shape %U on replica 0, and no dimension %zd to "
-                     "join along: override gather to define the result",
-                     first_text, dim);
+        (void)pli_raise_at(PyExc_ValueError, output_at(at),
+                           "has shape %U on replica 0, and no dimension %zd to "
+                           "join along: override gather to define the result",
+                           first_text, dim);
     else
-        (void)refuse(PyExc_ValueError, at,
-                     "has shape %U on replica 0 and %U on replica %zd: only "
-                     "dimension %zd may differ; pad them to one size in the "
-                     "module, or override gather",
-                     first_text, other_text, k, dim);
+        (void)pli_raise_at(PyExc_ValueError, output_at(at),
+                           "has shape %U on replica 0 and %U on replica %zd: only "
+                           "dimension %zd may differ; pad them to one size in the "
+                           "module, or override gather",
+                           first_text, other_text, k, dim);
     Py_XDECREF(first_text);
     Py_XDECREF(other_text);
     return -1;
 }
 
+/* Whether two differ in no dimension but `dim`, counted from the front. */
+static int are_joined(const pli_shape *first, const pli_shape *other, int dim)
+{
+    if (first->n_dims != other->n_dims)
+        return 0;
+    for (int d = 0; d < first->n_dims; d++)
+        if (d != dim && first->sizes[d] != other->sizes[d])
+            return 0;
+    return 1;
+}
+
 /* Fills *first with replica 0's shape; -1 if the values cannot be joined. */
-static int check_shapes(const joiner *self, PyObject *values, const pli_step *at,
+static int check_shapes(const joiner *self, PyObject *const *values, const pli_step *at,
                         pli_shape *first)
 {
     pli_shape other;
-    if (pli_leaf_shape(self->walk.state, PyTuple_GET_ITEM(values, 0), first) != 0)
+    if (pli_leaf_shape(self->walk.state, values[0], first) != 0)
         return -1;
     if (self->walk.n == 1)
         return 0;
-    if (first->n_dims == PLI_SHAPE_UNKNOWN) {
-        (void)refuse(PyExc_ValueError, at,
-                     "is a nested tensor, which has no shape to join by: "
-                     "return its rows as tensors of one shape, or override "
-                     "gather");
-        return -1;
-    }
+    if (first->n_dims == PLI_SHAPE_UNKNOWN)
+        return pli_raise_at(PyExc_ValueError, output_at(at),
+                            "is a nested tensor, which has no shape to join by: return "
+                            "its rows as tensors of one shape, or override gather");
     const int dim = pli_shape_dim(first, self->dim);
     if (dim < 0 && first->n_dims > 0)
         return refuse_shapes(at, 0, first, first, self->dim);
     for (Py_ssize_t k = 1; k < self->walk.n; k++) {
-        if (pli_leaf_shape(self->walk.state, PyTuple_GET_ITEM(values, k), &other) != 0)
+        if (pli_leaf_shape(self->walk.state, values[k], &other) != 0)
             return -1;
-        if (!pli_shape_joins(first, &other, dim))
+        if (!are_joined(first, &other, dim))
             return refuse_shapes(at, k, first, &other, self->dim);
     }
     return 0;
@@ -91,29 +95,23 @@ static int warn_of_scalars(joiner *self)
                         1);
 }
 
-static PyObject *join_tensors(joiner *self, PyObject *values, const pli_step *at)
+static PyObject *join_tensors(joiner *self, PyObject *values, const pli_shape *shape)
 {
-    pli_shape shape;
-    if (check_shapes(self, values, at, &shape) != 0)
-        return NULL;
-    if (shape.n_dims != 0 && self->walk.n == 1 && self->join == NULL)
+    if (shape->n_dims != 0 && self->walk.n == 1 && self->join == NULL)
         return Py_NewRef(PyTuple_GET_ITEM(values, 0));
-    if (shape.n_dims == 0 && warn_of_scalars(self) != 0)
+    if (shape->n_dims == 0 && warn_of_scalars(self) != 0)
         return NULL;
-    PyObject *args[] = {values, shape.n_dims > 0 ? self->dim_object : Py_None};
+    PyObject *args[] = {values, shape->n_dims > 0 ? self->dim_object : Py_None};
     if (self->join != NULL)
         return PyObject_Vectorcall(self->join, args, 2, NULL);
-    return shape.n_dims > 0 ? PyObject_Vectorcall(self->walk.state->cat, args, 2, NULL)
-                            : PyObject_CallOneArg(self->walk.state->stack, values);
+    return shape->n_dims > 0 ? PyObject_Vectorcall(self->walk.state->cat, args, 2, NULL)
+                             : PyObject_CallOneArg(self->walk.state->stack, values);
 }
 
-static PyObject *join_arrays(joiner *self, PyObject *values, const pli_step *at)
+static PyObject *join_arrays(joiner *self, PyObject *values, const pli_shape *shape)
 {
-    pli_shape shape;
-    if (check_shapes(self, values, at, &shape) != 0)
-        return NULL;
-    const int dim = shape.n_dims > 0 ? pli_shape_dim(&shape, self->dim) : 0;
-    if (shape.n_dims > 0 && self->walk.n == 1)
+    const int dim = shape->n_dims > 0 ? pli_shape_dim(shape, self->dim) : 0;
+    if (shape->n_dims > 0 && self->walk.n == 1)
         return Py_NewRef(PyTuple_GET_ITEM(values, 0));
     for (Py_ssize_t k = 0; k < self->walk.n; k++)
         if (!pli_array_is_plain(PyTuple_GET_ITEM(values, k)))
@@ -133,8 +131,8 @@ static int is_none_in_one(PyObject *left, PyObject *right)
 static int refuse_types(const pli_step *at, PyObject *first, PyObject *other,
                         Py_ssize_t k)
 {
-    return refuse(
-        PyExc_TypeError, at,
+    return pli_raise_at(
+        PyExc_TypeError, output_at(at),
         "is %s%.200s on replica 0 and %s%.200s on replica %zd: return the same from "
         "each replica, or override gather",
         first == Py_None ? "" : "of type ",
@@ -169,10 +167,11 @@ static int kind_of_all(const joiner *self, PyObject *const *values, const pli_st
 
 static int refuse_keys(const pli_step *at, const pli_container *parts, Py_ssize_t k)
 {
-    return refuse(PyExc_ValueError, at,
-                  "has the keys %R on replica 0 and %R on replica %zd: return the same "
-                  "keys from each replica, or override gather",
-                  parts[0].keys, parts[k].keys, k);
+    return pli_raise_at(
+        PyExc_ValueError, output_at(at),
+        "has the keys %R on replica 0 and %R on replica %zd: return the same "
+        "keys from each replica, or override gather",
+        parts[0].keys, parts[k].keys, k);
 }
 
 /* Brings replica k's children into the order of replica 0's keys. */
@@ -211,8 +210,8 @@ static int align(pli_container *parts, Py_ssize_t k, const pli_step *at)
         const int same =
             PyObject_RichCompareBool(first->context, other->context, Py_EQ);
         if (same == 0)
-            return refuse(
-                PyExc_ValueError, at,
+            return pli_raise_at(
+                PyExc_ValueError, output_at(at),
                 "is a %.200s with the context %R on replica 0 and %R on replica %zd: "
                 "return the same from each replica, or override gather",
                 Py_TYPE(first->value)->tp_name, first->context, other->context, k);
@@ -223,10 +222,10 @@ static int align(pli_container *parts, Py_ssize_t k, const pli_step *at)
     const Py_ssize_t n_other = PyTuple_GET_SIZE(other->children);
     if (n_first == n_other)
         return 0;
-    return refuse(PyExc_ValueError, at,
-                  "has %zd entries on replica 0 and %zd on replica %zd: "
-                  "return the same number from each replica, or override gather",
-                  n_first, n_other, k);
+    return pli_raise_at(PyExc_ValueError, output_at(at),
+                        "has %zd entries on replica 0 and %zd on replica %zd: "
+                        "return the same number from each replica, or override gather",
+                        n_first, n_other, k);
 }
 
 /* ---- lists of rows -------------------------------------------------------------- */
@@ -316,18 +315,11 @@ static int is_of_a_row(const joiner *self, PyObject *const *lists)
 /* Two losses look like the vectors of two rows, two batches like two images' boxes. */
 static int warn_of_doubt(const pli_step *at)
 {
-    PyObject *path = pli_path(at, "gather: output");
-    const int status =
-        path == NULL
-            ? -1
-            : PyErr_WarnFormat(
-                  PyExc_UserWarning, 1,
-                  "%U is a list as long as a replica has rows: joined by entry, as "
-                  "lists of feature maps are; to say so, return a tuple; if an entry "
-                  "belongs to a row, return a dict for each row, or override gather",
-                  path);
-    Py_XDECREF(path);
-    return status;
+    return pli_raise_at(
+        PyExc_UserWarning, output_at(at),
+        "is a list as long as a replica has rows: joined by entry, as lists of feature "
+        "maps are; to say so, return a tuple; if an entry belongs to a row, return a "
+        "dict for each row, or override gather");
 }
 
 /* Whether lists with tensors have an entry for each row, as those of detections, whose
@@ -370,17 +362,17 @@ static int are_by_row(const joiner *self, PyObject *const *lists, const pli_step
         return is_known && other < 0 ? are_of_rows(self, lists, at) : 0;
     if (!found.has_value || other < 0 || self->walk.n == 1)
         return found.has_value;
-    return refuse(PyExc_ValueError, at,
-                  "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
-                  "strings or objects must have one entry per row; return a tuple "
-                  "instead, or override gather",
-                  PyList_GET_SIZE(lists[other]), rows_of(self, other), other);
+    return pli_raise_at(
+        PyExc_ValueError, output_at(at),
+        "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
+        "strings or objects must have one entry per row; return a tuple "
+        "instead, or override gather",
+        PyList_GET_SIZE(lists[other]), rows_of(self, other), other);
 }
 
 /* Joins lists end to end. */
 static PyObject *chain(const joiner *self, PyObject *const *lists)
 {
-    pli_container first;
     PyObject *all = PyList_New(0);
     for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++) {
         const Py_ssize_t end = PyList_GET_SIZE(all);
@@ -392,10 +384,8 @@ static PyObject *chain(const joiner *self, PyObject *const *lists)
             Py_CLEAR(all);
         Py_XDECREF(list);
     }
-    PyObject *made = NULL;
-    if (pli_open(self->walk.state, lists[0], PLI_LIST, &first) == 0 && all != NULL)
-        made = pli_close(self->walk.state, &first, all);
-    pli_container_drop(&first);
+    PyObject *made =
+        all != NULL ? pli_list_like(self->walk.state, lists[0], all) : NULL;
     Py_XDECREF(all);
     return made;
 }
@@ -430,17 +420,19 @@ static int join(pli_walk *walk, int kind, PyObject *const *values, const pli_ste
     if (kind < 0 || (kind > PLI_CONSTANT && kind != PLI_PACKED))
         return kind < 0 ? -1 : 0;
     pli_shape shape;
+    if (kind < PLI_CONSTANT && check_shapes(self, values, at, &shape) != 0)
+        return -1;
+    if (only_looks)
+        return 1;
     PyObject *all = PyTuple_New(self->walk.n);
     for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++)
         PyTuple_SET_ITEM(all, k, Py_NewRef(values[k]));
     if (all == NULL)
         return -1;
-    if (only_looks)
-        *out = pli_none(kind < PLI_CONSTANT ? check_shapes(self, all, at, &shape) : 0);
-    else if (kind == PLI_TENSOR)
-        *out = join_tensors(self, all, at);
+    if (kind == PLI_TENSOR)
+        *out = join_tensors(self, all, &shape);
     else if (kind == PLI_ARRAY)
-        *out = join_arrays(self, all, at);
+        *out = join_arrays(self, all, &shape);
     else
         *out = kind == PLI_PACKED ? join_packed(self, all) : join_constants(all);
     Py_DECREF(all);

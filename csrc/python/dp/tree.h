@@ -17,8 +17,8 @@
 #ifndef PLI_TREE_H
 #define PLI_TREE_H
 
+#include "core/layout.h"
 #include "python/state.h"
-#include "replicas/split.h"
 
 typedef enum pli_kind {
     PLI_TENSOR,
@@ -35,8 +35,6 @@ typedef enum pli_kind {
     PLI_N_KINDS
 } pli_kind;
 
-/* ---- kinds.c: one container ----------------------------------------------------- */
-
 typedef struct pli_container {
     pli_kind kind;
     PyObject *value;    /* borrowed */
@@ -50,20 +48,8 @@ typedef struct pli_container {
 /* The kind of a value, or -1. */
 int pli_kind_of(const module_state *state, PyObject *value);
 
-/* Opens a container of kind `kind`.  Drop `out` even after a failure. */
-int pli_open(const module_state *state, PyObject *value, pli_kind kind,
-             pli_container *out);
-void pli_container_drop(pli_container *self);
-
-/* Makes a list, dict or dataclass before its children, which may lead back to it. */
-int pli_begin(const module_state *state, pli_container *self);
-
-/* A new container like `self` with `items`, a tuple, as its children.  Their number
- * must be the same, except in a list. */
-PyObject *pli_close(const module_state *state, const pli_container *self,
-                    PyObject *items);
-
-/* ---- tree.c: nested ones -------------------------------------------------------- */
+/* A new list of the type of `list`, and with its attributes, with other items. */
+PyObject *pli_list_like(const module_state *state, PyObject *list, PyObject *items);
 
 /* The position of a walk: a chain of frames on the stack, outermost last. */
 typedef struct pli_step {
@@ -118,29 +104,33 @@ PyObject *pli_path_of_leaf(const module_state *state, PyObject *value, Py_ssize_
 /* A Tree, which puts `value` together again with other leaves. */
 PyObject *pli_tree_new(const module_state *state, PyObject *value, int keeps_marks);
 
-/* flatten(value) */
-PyObject *pli_flatten(PyObject *module, PyObject *value);
+typedef struct pli_shape {
+    int n_dims;     /* or PLI_SHAPE_UNKNOWN */
+    int is_strided; /* not sparse, not nested */
+    int64_t sizes[PLI_MAX_DIMS];
+} pli_shape;
 
-/* ---- leaf.c: a tensor or an array ---------------------------------------------- */
+enum { PLI_SHAPE_UNKNOWN = -1 }; /* n_dims of a nested tensor */
 
+/* The shape of a tensor or an array: 0 or -1. */
 int pli_leaf_shape(const module_state *state, PyObject *leaf, pli_shape *out);
+
+/* `dim` counted from the front, or -1 if the shape has no such dimension. */
+int pli_shape_dim(const pli_shape *shape, Py_ssize_t dim);
 
 /* "(2, 3)" */
 PyObject *pli_shape_text(const pli_shape *shape);
 
-/* A view of `n` rows of a leaf from row `start`; of a tensor, autograd tracks it. */
-PyObject *pli_leaf_narrow(PyObject *leaf, Py_ssize_t dim, Py_ssize_t start,
-                          Py_ssize_t n);
+/* ---- functions of the module ---------------------------------------------------- */
 
-/* ---- scatter.c and gather.c ---------------------------------------------------- */
+/* flatten(value) */
+PyObject *pli_flatten(PyObject *module, PyObject *value);
 
 /* scatter(inputs, kwargs, n, dim) */
 PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 /* gather(outputs, sizes, dim, join=None) */
 PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
-
-/* ---- kept.c: the dictionaries of kept modules ---------------------------------- */
 
 /* differing(dicts, expected, any): a list of the numbers of dicts that differ from the
  * expected dict in names, their order, or a value's identity.  If the expected value is

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
-from paceline import _native
 from paceline._checkpoint import LoadsEither, Wrapped
 from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
@@ -349,12 +348,11 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         """
         if not inputs and not kwargs:
             return (), ()
-        scattered = _native.scatter(
+        chunks, sizes = self._engine_for(device_ids).scatter(
             tuple(inputs), kwargs or {}, len(device_ids), self.dim
         )
-        chunks = self._engine_for(device_ids).place(scattered)
         args = _Arguments(args for args, _ in chunks)
-        args.sizes = scattered.sizes
+        args.sizes = sizes
         return args, tuple(named for _, named in chunks)
 
     def replicate(

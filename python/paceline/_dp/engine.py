@@ -164,16 +164,15 @@ class Engine:
 
     # ---- a forward ------------------------------------------------------------------
 
-    def place(self, scattered: _native.Scattered) -> list[Any]:
-        """Return the arguments of each replica, on its device."""
+    def scatter(self, *call: Any) -> tuple[list[Any], tuple[int, ...]]:
+        """Return what replicas get of (inputs, kwargs, n, dim), and how many rows."""
         self._refuse_capture()
         streams, is_recorded = self.group.streams(), torch.is_grad_enabled()
         # The forward may turn gradients on: inputs that require some have a graph.
         with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
-            return [
-                transfers.to_member(streams, scattered, k, is_recorded)
-                for k in range(len(scattered.sizes))
-            ]
+            tree, sizes, parts = _native.scatter(*call)
+            to_member = partial(transfers.to_member, streams, tree, parts, is_recorded)
+            return [to_member(k) for k in range(len(parts))], sizes
 
     def replicas(self, module: Module, n_replicas: int) -> list[Module]:
         """Return the module, and replicas of it on their devices."""

@@ -47,5 +47,5 @@ def has_mark(value: Any) -> bool:
 
 def unmarked(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments of a call, (args, kwargs), without marks."""
-    scattered = _native.scatter(inputs, kwargs, 1, 0)
-    return scattered.tree.unflatten(scattered.leaves(0))
+    tree, _, (leaves,) = _native.scatter(inputs, kwargs, 1, 0)
+    return tree.unflatten(leaves)

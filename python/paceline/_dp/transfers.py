@@ -175,24 +175,24 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_member(
-    streams: Streams, scattered: _native.Scattered, member: int, is_recorded: bool
+    streams: Streams, tree: _native.Tree, parts: Any, is_recorded: bool, member: int
 ) -> Any:
     """Return a replica's arguments, with tensors on its device.
 
-    Arrays stay what they are, and so do tensors already on its GPU.  `is_recorded`
-    tells whether the caller records a graph.
+    Arrays stay what they are, and so do tensors already on its GPU.  `parts` has the
+    leaves by replica; `is_recorded` tells whether the caller records a graph.
     """
-    leaves = scattered.leaves(member)
+    leaves = parts[member]
     if streams.group.is_cpu:
         if member > 0:
-            pairs = zip(leaves, scattered.leaves(0), strict=True)
+            pairs = zip(leaves, parts[0], strict=True)
             leaves = [_own_leaf(leaf, first, is_recorded) for leaf, first in pairs]
-        return scattered.tree.unflatten(leaves)
+        return tree.unflatten(leaves)
     placed = _placed(streams, leaves, member)
     for i, (leaf, tensor) in enumerate(zip(leaves, placed, strict=True)):
-        if tensor is not leaf and _is_sizes(scattered.tree, i, leaf):
+        if tensor is not leaf and _is_sizes(tree, i, leaf):
             placed[i] = leaf
-    return scattered.tree.unflatten(placed)
+    return tree.unflatten(placed)
 
 
 class _Shared(torch.autograd.Function):

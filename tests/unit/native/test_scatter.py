@@ -24,7 +24,17 @@ torch_core.attach()
 
 
 def chunks(scattered):
-    return [chunk(scattered, k) for k in range(len(scattered.sizes))]
+    return [chunk(scattered, k) for k in range(len(scattered[1]))]
+
+
+def test_rows_are_split_in_order_and_as_evenly_as_possible():
+    for n_rows in range(40):
+        for n in range(2, 9):
+            x = rows(n_rows, 1)
+            _, sizes, leaves = _native.scatter((x,), {}, n, 0)
+            parts = x.tensor_split(max(1, min(n, n_rows)))
+            assert sizes == tuple(map(len, parts))
+            assert same([part for (part,) in leaves], list(parts))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
@@ -32,7 +42,7 @@ def test_any_dimension_can_be_the_one_of_the_rows(dim):
     x = rows(4, 4, 4)
     array = x.numpy()
     scattered = _native.scatter((x,), {"a": array}, 3, dim)
-    assert scattered.sizes == (2, 1, 1)
+    assert scattered[1] == (2, 1, 1)
     for k, expected in enumerate(torch.tensor_split(x, 3, dim)):
         args, kwargs = chunk(scattered, k)
         assert torch.equal(args[0], expected)
@@ -41,7 +51,7 @@ def test_any_dimension_can_be_the_one_of_the_rows(dim):
 
 def test_a_negative_dimension_counts_from_the_end_of_each():
     scattered = _native.scatter((rows(3, 4), rows(2, 3, 4)), {}, 2, -1)
-    a, b = scattered.leaves(1)
+    a, b = scattered[2][1]
     assert (a.shape, b.shape) == ((3, 2), (2, 3, 2))
 
 
@@ -49,7 +59,7 @@ def test_where_one_replica_takes_part_it_is_given_the_arguments_themselves():
     table = rows(7, 3)
     for call in (((), {}), ((1, "a"), {"x": None}), ((torch.tensor(1.0),), {})):
         scattered = _native.scatter(*call, 4, 0)
-        assert scattered.sizes == (0,)
+        assert scattered[1] == (0,)
         assert same(chunk(scattered, 0), call)
     for n, x in ((1, rows(4)), (3, rows(1)), (3, 5)):  # and markers are removed
         (args, _) = chunk(_native.scatter((x, Replicated(table)), {}, n, 0), 0)
@@ -66,9 +76,9 @@ def test_a_part_is_a_view_that_autograd_knows():
     assert a.data_ptr() == x.data_ptr()
     (a.sum() * 2 + b.sum() * 3).backward()
     assert x.grad[:, 0].tolist() == [2.0, 2.0, 2.0, 3.0, 3.0]
-    assert not scattered.leaves(0)[0].is_leaf
+    assert not scattered[2][0][0].is_leaf
     with torch.no_grad():
-        assert not scattered.leaves(0)[0].requires_grad
+        assert not _native.scatter((x,), {}, 2, 0)[2][0][0].requires_grad
 
 
 def test_a_part_is_of_the_type_of_the_whole():
@@ -107,10 +117,10 @@ def test_several_rows_go_with_each_row_of_the_smallest(sizes, dim, n):
         )
     parts = [torch.tensor_split(x, min(n, min(sizes)), dim) for x in xs]
     fewest = sizes.index(min(sizes))
-    assert scattered.sizes == tuple(part.shape[dim] for part in parts[fewest])
-    for k in range(len(scattered.sizes)):
-        begin, end = sum(scattered.sizes[:k]), sum(scattered.sizes[: k + 1])
-        for x, leaf, size in zip(xs, scattered.leaves(k), sizes, strict=True):
+    assert scattered[1] == tuple(part.shape[dim] for part in parts[fewest])
+    for k in range(len(scattered[1])):
+        begin, end = sum(scattered[1][:k]), sum(scattered[1][: k + 1])
+        for x, leaf, size in zip(xs, scattered[2][k], sizes, strict=True):
             i = size // min(sizes)
             of_k = x.narrow(dim, begin * i, (end - begin) * i)
             assert np.array_equal(leaf, of_k)
@@ -140,10 +150,10 @@ def test_a_number_for_each_replica_is_told_from_a_flag_for_each_row():
     number = torch.full((4, 1), 7.0)
     for n_rows in (2, 8, 9):  # the number is not one of several for each row
         scattered = _native.scatter((rows(n_rows), number), {}, 4, 0)
-        assert {len(scattered.leaves(k)[1]) for k in range(min(4, n_rows))} == {1}
+        assert {len(scattered[2][k][1]) for k in range(min(4, n_rows))} == {1}
     call = rows(2), number, rows(4)  # here it is
     scattered = _native.scatter(call, {}, 4, 0)
-    assert [len(leaf) for leaf in scattered.leaves(1)] == [1, 2, 2]
+    assert [len(leaf) for leaf in scattered[2][1]] == [1, 2, 2]
     with pytest.raises(ValueError, match=r"args\[0\] has 6 rows .* args\[1\] has 4"):
         _native.scatter((rows(6), number, rows(4)), {}, 4, 0)
 
@@ -181,10 +191,6 @@ def test_arguments_that_cannot_be_are_refused():
             _native.scatter(*wrong)
     with pytest.raises(ValueError, match="over 0 replicas"):
         _native.scatter((), {}, 0, 0)
-    scattered = _native.scatter((rows(2),), {}, 4, 0)
-    for wrong in (-1, 2):
-        with pytest.raises(IndexError, match="2 take part"):
-            scattered.leaves(wrong)
 
 
 LENGTHS = [[3, 2, 2, 1], [1, 3, 2, 3, 1], [2], [1, 1], [5, 1, 4]]
@@ -203,7 +209,7 @@ def test_a_packed_sequence_is_split_by_the_rows_of_its_batch(lengths, n):
         assert len(unpack_sequence(args[0])) == len(kwargs["y"])
     assert same(found, sequences)
     parts = [args[0] for args, _ in chunks(scattered)]
-    assert same(_native.gather(parts, scattered.sizes, 0), packed)
+    assert same(_native.gather(parts, scattered[1], 0), packed)
 
 
 def test_a_packed_sequence_that_was_sorted_stays_without_indices():
@@ -216,7 +222,7 @@ def test_a_packed_sequence_that_was_sorted_stays_without_indices():
     assert [p.batch_sizes.tolist() for p in parts] == [[2, 2, 1, 1], [1]]
     ordered = packed._replace(sorted_indices=torch.arange(3))
     scattered = _native.scatter((ordered, rows(3)), {}, 2, 0)
-    assert [x.tolist() for x in scattered.leaves(1)[2:]] == [[0], [2.0]]
+    assert [x.tolist() for x in scattered[2][1][2:]] == [[0], [2.0]]
 
 
 THINGS = [
@@ -276,7 +282,7 @@ def test_a_replica_split_further_finds_its_rows_again():
     x = rows(7, 2)
     outer = _native.scatter((x,), {}, 2, 0)
     inner = _native.scatter(*chunk(outer, 1), 2, 0)
-    assert same(inner.leaves(1), [x[6:]])
+    assert same(inner[2][1], [x[6:]])
 
 
 def test_a_thousand_scatters_leave_nothing():
@@ -287,8 +293,8 @@ def test_a_thousand_scatters_leave_nothing():
     def once():
         scattered = _native.scatter((x, "text"), kwargs, 2, 0)
         chunk(scattered, 0)
-        scattered.leaves(1)
-        assert len(scattered.leaves(0)) == 5
+        scattered[2][1]
+        assert len(scattered[2][0]) == 5
 
     assert_leaves_nothing(once, x, array, table, packed, kwargs, packed.data)
 

@@ -161,4 +161,5 @@ def same(left, right):
 
 def chunk(scattered, k):
     """Return (args, kwargs) of replica k."""
-    return scattered.tree.unflatten(scattered.leaves(k))
+    tree, _, leaves = scattered
+    return tree.unflatten(leaves[k])
