@@ -10,10 +10,10 @@ does, the generator's state need not differ before and after.
 from __future__ import annotations
 
 import builtins
+import gc
 import random
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import islice
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-_OWN_KEYS = frozenset(Module().__dict__)
-_LEVELS = 3
+from paceline._dp.replicate import OWN_KEYS
+
+_LEVELS = 5
 _MOST_ENTRIES = 256
 _CLOSED = (str, bytes, int, float, type, ModuleType, torch.Tensor, Module)
 
@@ -33,92 +34,66 @@ def have_generator(parts: Iterable[Module]) -> bool:
     It may be torch's, Python's or NumPy's (a bit generator too), if it is not the
     process's own.
     """
-    leads = _Search().leads
+    held: list[Any] = []
     kinds: dict[type, None] = {}
     for part in parts:
-        values = (v for name, v in vars(part).items() if name not in _OWN_KEYS)
-        if any(map(leads, values)):
-            return True
+        held += (v for name, v in vars(part).items() if name not in OWN_KEYS)
         kinds.update(dict.fromkeys(type(part).__mro__))
-    return any(
-        leads(getattr(value, "__func__", getattr(value, "fget", value)))
-        for kind in kinds
-        if kind.__module__.partition(".")[0] not in ("torch", builtins.__name__)
-        for name, value in vars(kind).items()
-        if name != "__init__"
-    )
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] not in ("torch", builtins.__name__):
+            held += (v for name, v in vars(kind).items() if name != "__init__")
+    return has_generator(*held)
 
 
-def has_generator(*arguments: Any) -> bool:
-    """Tell whether a forward's arguments hold a generator, even in a list or dict."""
-    return any(map(_Search().leads, arguments))
+def has_generator(*values: Any) -> bool:
+    """Tell whether one of these values is a generator, leads to one or seeds one."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    shared = [torch.default_generator, getattr(random.random, "__self__", None)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        rng = numpy.random
+        kinds += (rng.Generator, rng.RandomState, rng.BitGenerator)
+        shared.append(getattr(rng.random_sample, "__self__", None))
+    met: set[int] = set()
+    level: Iterable[Any] = values
+    for _ in range(_LEVELS):
+        following: list[Any] = []
+        for value in level:
+            is_method = isinstance(value, (MethodType, BuiltinMethodType))
+            value = value.__self__ if is_method else value
+            if isinstance(value, kinds):
+                is_shared = any(value is each for each in shared)
+                if not (is_shared or isinstance(value, random.SystemRandom)):
+                    return True
+            elif not (is_method or id(value) in met or isinstance(value, _CLOSED)):
+                if isinstance(value, FunctionType) and _seeds(value):
+                    return True
+                met.add(id(value))
+                following += _held_by(value)
+        level = following
+    return False
 
 
-class _Search:
-    def __init__(self) -> None:
-        self._codes: set[CodeType] = set()
-        self._kinds: tuple[type, ...] = (torch.Generator, random.Random)
-        self._shared = [torch.default_generator, _owner(random.random)]
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            rng = numpy.random
-            self._kinds += (rng.Generator, rng.RandomState, rng.BitGenerator)
-            self._shared.append(_owner(rng.random_sample))
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return what a value holds; what a function reads from closures and globals.
 
-    def leads(self, value: Any, n_levels: int = _LEVELS) -> bool:
-        """Tell whether a value is a generator or leads to one."""
-        if isinstance(value, (MethodType, BuiltinMethodType)):
-            value, n_levels = _owner(value), 0
-        if isinstance(value, self._kinds):
-            is_shared = any(value is each for each in self._shared)
-            return not (is_shared or isinstance(value, random.SystemRandom))
-        if n_levels == 0 or isinstance(value, _CLOSED):
-            return False
-        if isinstance(value, FunctionType):
-            entries = self._read_by(value)
-        else:
-            entries = islice(_entries(value), _MOST_ENTRIES)
-        return any(self.leads(entry, n_levels - 1) for entry in entries)
-
-    def _read_by(self, function: FunctionType) -> Iterable[Any]:
-        """Yield what it reads from closures and globals, with functions of its file."""
-        if function.__code__ in self._codes:
-            return
-        self._codes.add(function.__code__)
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # it is still empty
-                yield cell.cell_contents
-        stand_in = torch.Generator()  # for a generator that code seeds
-        if _seeds(function):
-            yield stand_in
-        for name in _names_in(function.__code__):
-            value = function.__globals__.get(name)
-            is_elsewhere = getattr(value, "__module__", None) != function.__module__
-            if not (isinstance(value, FunctionType) and is_elsewhere):
-                yield value
-            elif _seeds(value):
-                yield stand_in
+    Of the functions that it names, include those of its own file, and others that seed.
+    """
+    if not isinstance(value, FunctionType):
+        return islice(gc.get_referents(value), _MOST_ENTRIES)
+    named = map(value.__globals__.get, _names_in(value.__code__))
+    return gc.get_referents(*(value.__closure__ or ())) + [
+        each
+        for each in named
+        if not isinstance(each, FunctionType)
+        or each.__module__ == value.__module__
+        or _seeds(each)
+    ]
 
 
 def _seeds(function: FunctionType) -> bool:
     names = _names_in(function.__code__)
     return "manual_seed" in names or {"random", "seed"} <= names
-
-
-def _owner(method: Any) -> Any:
-    return getattr(method, "__self__", None)
-
-
-def _entries(value: Any) -> Iterable[Any]:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    try:
-        held = getattr(value, "__dict__", None)
-    except Exception:  # a class may raise anything
-        return ()
-    return held.values() if isinstance(held, dict) else ()
 
 
 def _names_in(code: CodeType) -> set[str]:
