@@ -9,7 +9,7 @@
         rng, generators  random numbers and their generators
       parameters       copies of the model on each device
         segments         which tensors travel together, and where they lie
-        gradients        sums of gradients; inner_backwards: inside a forward
+        gradients        sums of gradients; backwards inside a forward
         replicate        makes replicas of a module, which shells keeps
       transfers        arguments to the devices, outputs back
         group            devices and their streams, over csrc/replicas; or the CPU

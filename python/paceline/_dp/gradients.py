@@ -16,30 +16,19 @@ would make member 0's stream wait for member k's at once.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.nn import Module
 
 from paceline._compat import torch_graph
 from paceline._dp.group import Streams
-from paceline._dp.inner_backwards import InnerBackwards
-from paceline._dp.replicate import unused_gradient
+from paceline._dp.replicate import tensors_of, unused_gradient
 from paceline._dp.segments import Segment
 from paceline._dp.transfers import move
-
-
-class _Row(NamedTuple):
-    """One member's gradients of a segment.
-
-    `packed` tells which tensors have a gradient in the block.  `aside` holds those that
-    do not fit a block: sparse ones, batches under vmap, or all if they have a graph.
-    """
-
-    block: torch.Tensor | None
-    packed: list[bool]
-    aside: dict[int, torch.Tensor]
 
 
 class Arrival:
@@ -47,20 +36,27 @@ class Arrival:
 
     Attributes
     ----------
-    rows : dict
-        By member.
     n_rows : int
         How many members will give gradients.
+    blocks : dict
+        The packed gradients of each member that gave some.
+    used : set of int
+        The tensors that have a gradient in a block.
+    asides : dict
+        By member, gradients that do not fit a block, by tensor: sparse ones, batches
+        under vmap, or all if they have a graph.
     total : torch.Tensor or None
-        Memory of member 0 for their sum.
+        Memory of member 0 for the sum of the blocks.
     is_begun, is_collected : bool
     """
 
     def __init__(self, segment: Segment, n_rows: int) -> None:
         self.segment = segment
         self.n_rows = n_rows
-        self.total: torch.Tensor | None = None
-        self.rows: dict[int, _Row] = {}
+        self.blocks: dict[int, torch.Tensor] = {}
+        self.used: set[int] = set()
+        self.asides: dict[int, dict[int, torch.Tensor]] = {}
+        self.total: Any = None
         self.is_begun = False
         self.is_collected = False
         self.sum = segment.take_sum()
@@ -116,17 +112,18 @@ class Gradients:
     def take(self, i: int, member: int, grads: Sequence[Any]) -> None:
         """Pack a member's gradients, some of them None; the last starts the sum."""
         self.inner.see()
-        arrival, dense = self._arrival(i), list(grads)
-        if torch.is_grad_enabled():  # gradients have graphs
-            block, dense = None, [None] * len(grads)
-            aside = {j: g for j, g in enumerate(grads) if g is not None}
-        else:
-            block, aside = self._pack(arrival, member, dense)
-        packed = [grad is not None for grad in dense]
+        arrival, block = self._arrival(i), None
+        came = aside = {j: g for j, g in enumerate(grads) if g is not None}
+        if not torch.is_grad_enabled():  # else gradients have graphs
+            block, aside = self._pack(arrival, member, list(grads))
         with self._lock:
-            arrival.rows[member] = _Row(block, packed, aside)
-            rows = list(arrival.rows.values())
-        if len(rows) == arrival.n_rows and all(r.block is not None for r in rows):
+            if block is not None:
+                arrival.blocks[member] = block
+            if aside:
+                arrival.asides[member] = aside
+            arrival.used |= came.keys() - aside.keys()
+            is_last = block is not None and len(arrival.blocks) == arrival.n_rows
+        if is_last:
             self._begin(arrival)
 
     def _arrival(self, i: int) -> Arrival:
@@ -146,28 +143,26 @@ class Gradients:
         Memory for all its sums is allocated now: the fence orders earlier uses of that
         memory before the sums, so no sum waits for the rest of backward.
         """
-        counts = [sum(map(_will_run, nodes)) for nodes in self._nodes]
-        arrivals = {
-            i: Arrival(segment, n)
-            for i, (segment, n) in enumerate(zip(self.segments, counts, strict=True))
-            if n
-        }
+        arrivals = {}
+        for i, nodes in enumerate(self._nodes):
+            left = filter(None, (node() for node in nodes))
+            if n_rows := sum(map(torch_graph.will_run, left)):
+                arrivals[i] = Arrival(self.segments[i], n_rows)
         if not torch.is_grad_enabled():
-            for arrival in arrivals.values():
-                arrival.total = self._new_total(arrival.segment)
-            self.group.native.fence(self.streams.numbers)
+            self._allocate_totals(arrivals.values())
         return arrivals
 
-    def _new_total(self, segment: Segment) -> torch.Tensor:
-        device = self.group.devices[0]
-        return torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
+    def _allocate_totals(self, arrivals: Iterable[Arrival]) -> None:
+        for arrival in arrivals:
+            arrival.total = arrival.segment.new_block(0)
+        self.group.native.fence(self.streams.numbers)
 
     def _pack(
         self, arrival: Arrival, member: int, grads: list[torch.Tensor | None]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Return a block of gradients; move those that do not fit out of `grads`."""
-        segment, device = arrival.segment, self.group.devices[member]
-        block = torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
+        segment = arrival.segment
+        block = segment.new_block(member)
         arguments = self.streams.numbers[member], member
         aside = {}
         others = arrival.sum.pack(*arguments, grads, block)
@@ -186,8 +181,7 @@ class Gradients:
     def _begin(self, arrival: Arrival) -> None:
         """Start the sum of the rows; it waits for their packing alone."""
         if arrival.total is None:  # more came than autograd announced
-            arrival.total = self._new_total(arrival.segment)
-            self.group.native.fence(self.streams.numbers)
+            self._allocate_totals([arrival])
         arrival.is_begun = True
         self.group.hold(self.streams, arrival.release)
         arrival.sum.begin(self.group.rooms, arrival.total)
@@ -196,16 +190,17 @@ class Gradients:
         """Return the sum of the gradients of members 1, 2, ..., for each tensor."""
         arrival = self._arrival(i)
         sums: list[torch.Tensor | None] = [None] * len(arrival.segment.tensors)
-        if any(row.block is not None for row in arrival.rows.values()):
+        if arrival.blocks:
             if not arrival.is_begun:
                 self._begin(arrival)
             arrival.sum.end(self.streams.numbers[0])
-            sums = _parts(arrival)
-        for member, row in sorted(arrival.rows.items()):
-            if not row.aside:
-                continue
-            moved = move(self.streams, (member, 0), [*row.aside.values()])
-            for j, grad in zip(row.aside, moved, strict=True):
+            views = arrival.segment.views(arrival.total)
+            for j in arrival.used:
+                # Its own version counter: a write to one does not concern the others.
+                sums[j] = views[j].data
+        for member, aside in sorted(arrival.asides.items()):
+            moved = move(self.streams, (member, 0), [*aside.values()])
+            for j, grad in zip(aside, moved, strict=True):
                 sums[j] = _added(sums[j], grad)
         for j, tensor in enumerate(arrival.segment.tensors):
             if sums[j] is None:
@@ -224,21 +219,6 @@ class Gradients:
                 self._backwards.pop(task)
         if is_over:
             self.group.settle()
-
-
-def _parts(arrival: Arrival) -> list[torch.Tensor | None]:
-    """Return the sum of the rows' blocks, by tensor."""
-    assert arrival.total is not None
-    views = arrival.segment.views(arrival.total)
-    used = map(any, zip(*(row.packed for row in arrival.rows.values()), strict=True))
-    # Each has its own version counter: a write to one does not concern the others.
-    return [v.data if is_used else None for v, is_used in zip(views, used, strict=True)]
-
-
-def _will_run(node: weakref.ref[Any]) -> bool:
-    """Tell whether the current backward will reach a node, if it still exists."""
-    found = node()
-    return found is not None and torch_graph.will_run(found)
 
 
 def _added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
@@ -286,3 +266,64 @@ class _Replica(torch.autograd.Function):
         with ctx.of.streams.on():
             ctx.of.take(ctx.i, ctx.member, grads)
         return None, None, None, None
+
+
+# ---- backwards inside a forward -----------------------------------------------------
+
+
+class InnerBackwards:
+    """Tracks the backwards inside one forward whose replicas run in order.
+
+    They give gradients to the module's own parameters.  A forward that then sets
+    ``p.grad = None`` does so on its copies; the module keeps those gradients.
+
+    Attributes
+    ----------
+    were_seen : bool
+        Whether a replica that has copies ran one.
+    hooks : dict
+        Called with the gradients of copies, until the forward clears it.
+    """
+
+    def __init__(self, parts: list[Module]) -> None:
+        self._parts = parts
+        self._is_running = False
+        self._tasks: set[int] = set()
+        self._has_grads = False
+        self.were_seen = False
+        self.hooks: dict[int, Callable[[torch.Tensor], None]] = {0: self.see}
+
+    def __enter__(self) -> None:
+        """Note that a replica's forward begins."""
+        self._is_running = True
+        self._tasks = set()
+
+    def see(self, *_: Any) -> None:
+        """Note a backward, before it gives gradients to the parameters."""
+        if self._is_running:
+            if not self._tasks:
+                originals = self._originals()
+                self._has_grads = any(p.grad is not None for p in originals)
+            self._tasks.add(torch_graph.current_task())
+
+    def _originals(self) -> list[torch.Tensor]:
+        found = tensors_of(self._parts).values()
+        return [tensor for tensor in found if tensor.requires_grad and tensor.is_leaf]
+
+    def __exit__(self, *_: object) -> None:
+        """Remove gradients if replica 0 left none; warn if that is a guess."""
+        self._is_running = False
+        self.were_seen |= bool(self._tasks)
+        if not self._tasks or (self._has_grads and len(self._tasks) == 1):
+            return
+        if not self._has_grads:
+            for tensor in self._originals():
+                tensor.grad = None
+        warnings.warn(
+            "the forward of DataParallel runs backward passes: in a replica, "
+            "p.grad = None has no effect, because parameters are copies and gradients "
+            "go to the module itself. If replica 0 leaves no gradients, those of the "
+            "others are dropped; if it leaves some, all are added. Use "
+            "torch.autograd.grad in forward instead",
+            stacklevel=2,
+        )

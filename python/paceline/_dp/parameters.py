@@ -18,22 +18,12 @@ from torch.nn import Module
 
 from paceline._compat import torch_core, torch_graph
 from paceline._dp import segments as segments_
-from paceline._dp.gradients import Gradients
+from paceline._dp.gradients import Gradients, InnerBackwards
 from paceline._dp.group import N_SLOTS, Group, Streams
-from paceline._dp.inner_backwards import InnerBackwards
-from paceline._dp.replicate import (
-    as_original,
-    replica_of,
-    tensors_of,
-)
+from paceline._dp.replicate import as_original, replica_of, tensors_of
 from paceline._dp.segments import HeldBlocks, Layout, Segment, ids_of
 from paceline._dp.shells import Shells
-from paceline._dp.transfers import (
-    at_member,
-    is_by_torch,
-    move,
-    tensors_with_graph,
-)
+from paceline._dp.transfers import at_member, is_by_torch, move, tensors_with_graph
 
 _log = logging.getLogger("paceline")
 

@@ -119,6 +119,11 @@ class Segment:
 
     # ---- blocks ---------------------------------------------------------------------
 
+    def new_block(self, member: int) -> torch.Tensor:
+        """Return memory on a member's device."""
+        device = self._group.devices[member]
+        return torch.empty(self.n_elems, dtype=self.dtype, device=device)
+
     def make_writable(self, member: int, keeps_values: bool) -> torch.Tensor | None:
         """Ensure that nothing else holds the block; return the held one it replaced.
 
@@ -128,8 +133,7 @@ class Segment:
         if before is not None and self._count_holders(member) == n_holders:
             return None
         with torch.inference_mode(False), torch.no_grad():
-            device = self._group.devices[member]
-            block = torch.empty(self.n_elems, dtype=self.dtype, device=device)
+            block = self.new_block(member)
             if before is not None and keeps_values:
                 block.copy_(before)
             self.blocks[member] = block
