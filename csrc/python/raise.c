@@ -6,7 +6,7 @@
 /* A new reference; NULL with an exception set. */
 static PyObject *exception_of(const module_state *state, pl_status st)
 {
-    const char *name = "RuntimeError";
+    const char *name = "RuntimeError"; /* NOLINT: for a number that is no code */
     switch (st) {
 #define EXCEPTION_NAME(code, number, text, exception)                                  \
     case code:                                                                         \
