@@ -3,18 +3,22 @@
 
 #include "state.h"
 
-/* A new reference; NULL with an exception set. */
-static PyObject *exception_of(const module_state *state, pl_status st)
+static const char *exception_name(pl_status st)
 {
-    const char *name = "RuntimeError"; /* NOLINT: for a number that is no code */
     switch (st) {
-#define EXCEPTION_NAME(code, number, text, exception)                                  \
-    case code:                                                                         \
-        name = exception;                                                              \
-        break;
+#define EXCEPTION_NAME(name, number, text, exception)                                  \
+    case name:                                                                         \
+        return exception;
         PL_STATUS_MAP(EXCEPTION_NAME)
 #undef EXCEPTION_NAME
     }
+    return "RuntimeError";
+}
+
+/* A new reference; NULL with an exception set. */
+static PyObject *exception_of(const module_state *state, pl_status st)
+{
+    const char *name = exception_name(st);
     PyObject *builtin = PyDict_GetItemString(PyEval_GetBuiltins(), name); /* borrowed */
     return builtin != NULL ? Py_NewRef(builtin)
                            : PyObject_GetAttrString(state->errors, name);
@@ -37,8 +41,10 @@ PyObject *pli_raise(const module_state *state, pl_status st)
 
 int pli_check(const module_state *state, pl_status st)
 {
+    if (st == PL_OK)
+        return 0;
     pli_raise(state, st);
-    return st == PL_OK ? 0 : -1;
+    return -1;
 }
 
 int pli_error(PyObject *type, const char *format, ...)
@@ -54,8 +60,9 @@ int pli_needs_torch(const module_state *state)
 {
     if (state->tensor_type != NULL)
         return 0;
-    return pli_error(PyExc_RuntimeError, "torch is not attached: call "
-                                         "paceline._compat.torch_core.attach() first");
+    return pli_error(
+        PyExc_RuntimeError,
+        "torch is not attached: call paceline._compat.torch_core.attach() first");
 }
 
 PyObject *pli_exception_words(void)

@@ -430,7 +430,7 @@ static PyObject *read_grads(const gradient_sum_object *self, Py_ssize_t member,
 static PyObject *sum_pack(PyObject *object, PyObject *args)
 {
     PLI_ENTER(object);
-    const gradient_sum_object *self = (const gradient_sum_object *)object;
+    const gradient_sum_object *self = sum_of(object);
     PyObject *number, *grads, *tensor;
     Py_ssize_t member;
     pl_stream *stream;

@@ -164,15 +164,20 @@ class Engine:
 
     # ---- a forward ------------------------------------------------------------------
 
-    def scatter(self, *call: Any) -> tuple[list[Any], tuple[int, ...]]:
-        """Return what replicas get of (inputs, kwargs, n, dim), and how many rows."""
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], n: int, dim: int
+    ) -> tuple[list[Any], tuple[int, ...]]:
+        """Return each replica's arguments, on its device, and its number of rows."""
         self._refuse_capture()
         streams, is_recorded = self.group.streams(), torch.is_grad_enabled()
         # The forward may turn gradients on: inputs that require some have a graph.
         with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
-            tree, sizes, parts = _native.scatter(*call)
-            to_member = partial(transfers.to_member, streams, tree, parts, is_recorded)
-            return [to_member(k) for k in range(len(parts))], sizes
+            tree, sizes, parts = _native.scatter(inputs, kwargs, n, dim)
+            placed = [
+                transfers.to_member(streams, tree, parts, is_recorded, k)
+                for k in range(len(parts))
+            ]
+        return placed, sizes
 
     def replicas(self, module: Module, n_replicas: int) -> list[Module]:
         """Return the module, and replicas of it on their devices."""
