@@ -147,12 +147,13 @@ pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st)
 
 /* ---- the watchdog's check ------------------------------------------------------- */
 
-/* Replays of a graph are not tracked, and the host may do nothing with other ranks in
- * the meantime: if a rank is gone, a replay may wait for it.  By the end of
- * PLI_GPU_GONE_MS, this device has done all to which that rank contributed. */
-static pl_status check_replays(pli_gpu_comm *self)
+/* This device may wait for a rank that is gone, and the host may do nothing with other
+ * ranks in the meantime.  Once PLI_GPU_GONE_MS have passed since that rank left, this
+ * device has done all to which the rank contributed.  Replays of a graph are not
+ * tracked, so one may be waiting. */
+static pl_status check_gone(pli_gpu_comm *self, int is_waiting)
 {
-    if (!atomic_load(&self->is_captured) ||
+    if ((!is_waiting && !atomic_load(&self->is_captured)) ||
         pli_base_query(&self->super, PLI_QUERY_GONE) == PL_OK)
         self->gone = (pli_stopwatch){0};
     else if (pli_elapsed_ns(&self->gone) > PLI_GPU_GONE_MS * PLI_MS)
@@ -171,15 +172,10 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
         PL_TRY(pli_nccl_check(self->nccl));
     PL_TRY(pli_inflight_oldest(&self->inflight, &oldest));
     *is_base = 1;
-    if (oldest.n == 0) {
-        PL_TRY(check_replays(self));
-        goto done;
-    }
-    if (oldest.age_ns > PLI_GPU_GONE_MS * PLI_MS)
-        PL_TRY(pli_base_query(&self->super, PLI_QUERY_WORLD));
+    PL_TRY(check_gone(self, oldest.n != 0));
     *is_base = 0;
     /* If the host waits for the same rank, it can name that rank, so it fails first. */
-    if (oldest.age_ns <= self->deadline_ns + self->deadline_ns / 4)
+    if (oldest.n == 0 || oldest.age_ns <= self->deadline_ns + self->deadline_ns / 4)
         goto done;
     self->is_lost |= oldest.n <= self->n_agreed;
     st = fail_late(self, &oldest);

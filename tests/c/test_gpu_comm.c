@@ -392,3 +392,25 @@ TEST(means_that_are_lost_at_a_worlds_end_are_reported_to_all)
 {
     run_slow_worlds(2, 300 * PLI_MS, end_beyond_the_deadline);
 }
+
+/* Rank 0 is done and leaves while rank 1's device is still at the same, old operation. */
+static void leave_before_a_late_device(gpu_rank *self)
+{
+    const int64_t done_ns = atomic_load(&done_at_ns);
+    if (self->rank == 1)
+        slow_down(self);
+    if (!CHECK_OK(gpu_step(self)))
+        return;
+    while (pli_now_ns() < done_ns + (self->rank == 0 ? -700 : 100) * PLI_MS) {
+        if (self->rank == 1)
+            pli_gpu_comm_watch(self->comm);
+        pli_sleep_ns(10 * PLI_MS);
+    }
+    CHECK_OK(pl_comm_progress(self->comm));
+}
+
+TEST_ON_HOSTS(a_device_may_finish_its_part_after_another_rank_has_left)
+{
+    atomic_store(&done_at_ns, pli_now_ns() + 3200 * PLI_MS);
+    run_slow_worlds(1, RANKS_DEADLINE_NS, leave_before_a_late_device);
+}
