@@ -653,14 +653,23 @@ static PyObject *reducer_await_backward(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-static PyObject *reducer_forward_fails(PyObject *object, PyObject *ignored)
+/* This rank has no backward for the step, so the step fails on every rank.  A world that
+ * cannot recover goes on: the next step's flags show a forward without a backward. */
+static PyObject *reducer_forward_fails(PyObject *object, PyObject *args)
 {
     PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
-    (void)ignored;
-    /* If a peer has failed, it was in the same step, which this rank gave up too. */
-    if (self->sync.is_on && !is_in_backward(state_of(object)))
-        pl_reducer_skip(self->reducer);
+    const char *text = NULL;
+    int is_training;
+    if (!PyArg_ParseTuple(args, "sp:forward_fails", &text, &is_training))
+        return NULL;
+    if (!self->sync.is_on || is_in_backward(state_of(object)))
+        Py_RETURN_NONE;
+    if (self->comm->is_failure_final)
+        (void)pli_forwards_end(self, OUTPUTS_WATCHED,
+                               is_training ? MODE_TRAINING : MODE_EVALUATION);
+    else if (!pl_reducer_has_failed(self->reducer))
+        pli_step_fail(self, text);
     Py_RETURN_NONE;
 }
 
@@ -797,8 +806,9 @@ static PyMethodDef reducer_methods[] = {
     {"await_backward", reducer_await_backward, METH_NOARGS,
      "await_backward($self, /)\n--\n\nTreat the next backward as that of a "
      "synchronised forward."},
-    {"forward_fails", reducer_forward_fails, METH_NOARGS,
-     "forward_fails($self, /)\n--\n\nThe forward begun last will have no backward."},
+    {"forward_fails", reducer_forward_fails, METH_VARARGS,
+     "forward_fails($self, text, is_training, /)\n--\n\nThe forward begun last has "
+     "raised: give up its step, on every rank.  text says why."},
     {"sync_buffers", reducer_sync_buffers, METH_NOARGS,
      "sync_buffers($self, /)\n--\n\nIn a training forward on the CPU: take over rank "
      "0's current buffers."},

@@ -87,7 +87,7 @@ class TorchSurface(TorchDDP):
             output = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
         except BaseException:
             if forward_pass is not None:
-                forward_pass.forward_fails()
+                forward_pass.forward_fails(self.training)
             raise
         forward.end(self, session, output, forward_pass)
         return output
@@ -117,7 +117,7 @@ class TorchSurface(TorchDDP):
         except BaseException:
             for forward_pass in opened[n_opened:]:
                 if forward_pass is not None:
-                    forward_pass.forward_fails()
+                    forward_pass.forward_fails(self.training)
             raise
         finally:
             del opened[n_opened:]

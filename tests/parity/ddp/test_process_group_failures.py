@@ -61,7 +61,7 @@ def test_what_a_group_raises_at_its_wait_comes_out_of_backward(ranks):
 
 
 class FailsWhenAsked(nn.Module):
-    """Has a backward that raises on request, between its layers."""
+    """Raises on request, between its layers: in forward or in backward."""
 
     def __init__(self):
         super().__init__()
@@ -69,12 +69,14 @@ class FailsWhenAsked(nn.Module):
 
     def forward(self, x, fails=False):
         y = self.first(x)
+        if fails == "forward":
+            raise KeyError("mine")
         return self.second(FailsInBackward.apply(y, KeyError("mine")) if fails else y)
 
 
-@on_ranks(n_before=[0, 1, 3], again=[1, 2])
-def test_a_backward_that_failed_on_all_ranks_of_a_group_is_left_behind(
-    ranks, n_before, again
+@on_ranks(n_before=[0, 1, 3], again=[1, 2], fails=["forward", "backward"])
+def test_what_failed_on_all_ranks_of_a_group_is_left_behind(
+    ranks, n_before, again, fails
 ):
     """It had issued nothing: for the group it has not begun."""
     model, plain = wrap_over(Over(ranks.group), FailsWhenAsked()), FailsWhenAsked()
@@ -84,7 +86,7 @@ def test_a_backward_that_failed_on_all_ranks_of_a_group_is_left_behind(
         model(ranks.integers(2, 6, key=(k,))).sum().backward()
     for _ in range(again):
         with pytest.raises(KeyError, match="mine"):
-            model(ranks.integers(2, 6), True).sum().backward()
+            model(ranks.integers(2, 6), fails).sum().backward()
     for k in range(3):
         for one in (model, theirs):
             one.zero_grad()
@@ -106,12 +108,13 @@ def test_a_backward_that_failed_is_run_again_over_a_group(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
-def test_a_rank_that_skips_a_failed_backward_alone_is_told_of_over_a_group(ranks):
+@on_ranks(fails=["forward", "backward"])
+def test_a_rank_that_gives_up_a_step_alone_is_told_of_over_a_group(ranks, fails):
     model = wrap_over(Over(ranks.group), FailsWhenAsked())
     model(torch.ones(1, 6)).sum().backward()
     if ranks.rank == 0:
         with pytest.raises(KeyError, match="mine"):
-            model(torch.ones(1, 6), True).sum().backward()
+            model(torch.ones(1, 6), fails).sum().backward()
     x = torch.full((1, 6), 1.0 + ranks.rank)
     alone = copy.deepcopy(model.module)
     model.zero_grad()
