@@ -13,6 +13,8 @@
  */
 #include "forwards.h"
 
+#include <string.h>
+
 #include "module_buffers.h"
 
 uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs,
@@ -62,9 +64,10 @@ static int is_in_training(const forward_counts *forwards)
 void pli_forwards_send(reducer_object *self)
 {
     const forward_counts *forwards = &self->forwards;
-    pl_forwards counts = {.n = forwards->n_training,
+    pl_forwards counts = {.n = forwards->n_training + forwards->n_failed,
                           .n_answered = forwards->n_answered[MODE_TRAINING],
-                          .n_unanswered = forwards->n_unanswered[MODE_TRAINING]};
+                          .n_unanswered = forwards->n_unanswered[MODE_TRAINING] +
+                                          forwards->n_failed_unanswered};
     if (!is_in_training(forwards)) {
         counts.n = (unsigned)(forwards->n - forwards->n_before);
         counts.n_answered += forwards->n_answered[MODE_EVALUATION];
@@ -76,14 +79,14 @@ void pli_forwards_send(reducer_object *self)
 /* Counts as if the last step ended n forwards ago, and all n were training ones. */
 static void count_from(forward_counts *forwards, unsigned n)
 {
-    *forwards = (forward_counts){.n = forwards->n,
-                                 .n_before = forwards->n >= n ? forwards->n - n : 0,
-                                 .n_over = forwards->n_over,
-                                 .n_training = n,
-                                 .n_answered[MODE_TRAINING] = n};
+    forwards->n_before = forwards->n >= n ? forwards->n - n : 0;
+    forwards->n_training = n;
+    memset(forwards->n_answered, 0, sizeof forwards->n_answered);
+    memset(forwards->n_unanswered, 0, sizeof forwards->n_unanswered);
+    forwards->n_answered[MODE_TRAINING] = n;
 }
 
-void pli_forwards_end_step(reducer_object *self)
+void pli_forwards_end_step(reducer_object *self, int is_taken)
 {
     forward_counts *forwards = &self->forwards;
     for (size_t i = 0; i < self->n_slots; i++)
@@ -91,19 +94,41 @@ void pli_forwards_end_step(reducer_object *self)
             self->slots[i].answered = forwards->n;
     if (self->options.ends_with_step)
         forwards->n_over = forwards->n;
+    if (is_taken)
+        forwards->n_in_step = forwards->n_answered[MODE_TRAINING];
+    forwards->n_failed = forwards->n_failed_unanswered = 0;
     count_from(forwards, 0);
 }
 
-void pli_forwards_take_back(reducer_object *self)
+void pli_forwards_fail(reducer_object *self, forward_mode mode)
+{
+    const uint64_t token = pli_forwards_end(self, OUTPUTS_WATCHED, mode);
+    if (!self->comm->is_failure_final)
+        pli_forwards_answer(self, token);
+}
+
+void pli_forwards_fail_step(reducer_object *self)
 {
     forward_counts *forwards = &self->forwards;
     const unsigned n = (unsigned)(forwards->n - forwards->n_before);
+    if (!self->comm->is_failure_final) {
+        forwards->n_failed_unanswered += forwards->n_unanswered[MODE_TRAINING];
+        return;
+    }
     forwards->n_unanswered[MODE_TRAINING] = forwards->n_training;
     forwards->n_unanswered[MODE_EVALUATION] = n - forwards->n_training;
 }
 
+/* Ranks of a program with one forward for each step show by their counts whether they
+ * have failed the same steps.  With several, ranks differ in how many they have run
+ * when a step fails. */
 void pli_forwards_restart(reducer_object *self, unsigned n)
 {
-    count_from(&self->forwards, n);
+    forward_counts *forwards = &self->forwards;
+    if (forwards->n_in_step > 1)
+        forwards->n_failed_unanswered = 0;
+    else if (forwards->n_training > n)
+        forwards->n_failed += forwards->n_training - n;
+    count_from(forwards, n);
     pli_buffers_forget(self);
 }

@@ -20,11 +20,16 @@ int pli_forwards_begin_step(const reducer_object *self, size_t i);
 /* Before `close`: sends this rank's counts with the step's flags. */
 void pli_forwards_send(reducer_object *self);
 
-/* A step is over. */
-void pli_forwards_end_step(reducer_object *self);
+/* A step is over; its results were taken, or dropped. */
+void pli_forwards_end_step(reducer_object *self, int is_taken);
 
-/* A backward has failed: no forward since the last step counts as answered. */
-void pli_forwards_take_back(reducer_object *self);
+/* A synchronised forward raised.  The step that fails with it answers it; in a world
+ * that cannot recover, no step does. */
+void pli_forwards_fail(reducer_object *self, forward_mode mode);
+
+/* A step has failed.  In a world that cannot recover, the step may be undone, so no
+ * forward since the last one counts as answered. */
+void pli_forwards_fail_step(reducer_object *self);
 
 /* A failed step was left behind, in the n-th forward of the next step. */
 void pli_forwards_restart(reducer_object *self, unsigned n);

@@ -101,6 +101,9 @@ typedef struct forward_counts {
     unsigned n_answered[N_MODES]; /* their backward began since the last step */
     unsigned
         n_unanswered[N_MODES]; /* watched since the last step, and no backward yet */
+    unsigned n_in_step;        /* answered in training mode in the last taken step */
+    /* In training mode, of steps that failed after it. */
+    unsigned n_failed, n_failed_unanswered;
 } forward_counts;
 
 /* Where the gradients are, and copies to them in flight. */

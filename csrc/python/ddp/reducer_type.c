@@ -579,8 +579,10 @@ static int leave_failure(reducer_object *self)
 {
     if (!self->sync.is_on || !pl_reducer_has_failed(self->reducer))
         return 0;
-    if (pli_step_recover(self) != 0)
+    if (pli_step_recover(self) != 0) {
+        (void)pli_forwards_end(self, OUTPUTS_WATCHED, MODE_TRAINING);
         return -1;
+    }
     pli_forwards_restart(self, 0);
     return 0;
 }
@@ -653,8 +655,9 @@ static PyObject *reducer_await_backward(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-/* This rank has no backward for the step, so the step fails on every rank.  A world that
- * cannot recover goes on: the next step's flags show a forward without a backward. */
+/* This rank has no backward for the step, so it fails the step on every rank.  In a
+ * world that cannot recover, the next step's flags show a forward without a backward.
+ */
 static PyObject *reducer_forward_fails(PyObject *object, PyObject *args)
 {
     PLI_ENTER(object);
@@ -665,10 +668,8 @@ static PyObject *reducer_forward_fails(PyObject *object, PyObject *args)
         return NULL;
     if (!self->sync.is_on || is_in_backward(state_of(object)))
         Py_RETURN_NONE;
-    if (self->comm->is_failure_final)
-        (void)pli_forwards_end(self, OUTPUTS_WATCHED,
-                               is_training ? MODE_TRAINING : MODE_EVALUATION);
-    else if (!pl_reducer_has_failed(self->reducer))
+    pli_forwards_fail(self, is_training ? MODE_TRAINING : MODE_EVALUATION);
+    if (!self->comm->is_failure_final && !pl_reducer_has_failed(self->reducer))
         pli_step_fail(self, text);
     Py_RETURN_NONE;
 }
@@ -689,6 +690,7 @@ static PyObject *reducer_sync_buffers(PyObject *object, PyObject *ignored)
         Py_RETURN_NONE;
     if (pli_buffers_sync(self) == 0)
         Py_RETURN_NONE;
+    pli_forwards_fail(self, MODE_TRAINING);
     if (!pl_reducer_has_failed(self->reducer))
         pli_step_fail_with_exception(self);
     return NULL;

@@ -261,7 +261,7 @@ static int check_is_same_step(reducer_object *self)
         PyErr_Clear();
     drop_gradients(self);
     pl_reducer_discard(self->reducer);
-    pli_forwards_end_step(self);
+    pli_forwards_end_step(self, 0);
     PyErr_Restore(type, value, traceback);
     return -1;
 }
@@ -303,7 +303,7 @@ static int try_finish(reducer_object *self)
         bind_results(self) != 0 || pli_buffers_receive(self) != 0)
         return -1;
     close_context(self);
-    pli_forwards_end_step(self);
+    pli_forwards_end_step(self, 1);
     return pli_check(state_of_reducer(self), pl_reducer_end(self->reducer));
 }
 
@@ -399,7 +399,7 @@ void pli_step_fail(reducer_object *self, const char *text)
     PyThreadState *thread = pli_let_go(self->device.gpu);
     pl_reducer_fail(self->reducer, text);
     pli_take_back(thread);
-    pli_forwards_take_back(self);
+    pli_forwards_fail_step(self);
     pli_comm_hook_abandon(self);
     drop_gradients(self);
     PyErr_Restore(type, value, traceback);

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import random
 import time
 import weakref
 
@@ -379,6 +380,69 @@ def test_training_goes_on_after_an_exception_that_one_rank_catches(ranks, where,
             optimizer.step()
             assert ranks.all(step) == [step] * ranks.n
     ranks.assert_same([*grads_of(model), *model.parameters()], "what was trained")
+
+
+class Scales(nn.Module):
+    """Has its input as the gradient of its weights; raises where it is asked to."""
+
+    def __init__(self, buffers):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(n)) for n in (3, 9000))
+        if buffers:
+            self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, number, where):
+        total = 0
+        for weight in self.weights:
+            total = total + (weight * number).sum()
+            if where == "backward":
+                total = FailsInBackward.apply(total, ArithmeticError)
+        if where == "forward":
+            raise ArithmeticError
+        return total
+
+
+def take(model, number, where):
+    """Take a step, and raise where asked."""
+    total = model(torch.tensor(float(number)), where)
+    if where in ("loss", "Ctrl-C"):
+        raise KeyboardInterrupt if where == "Ctrl-C" else ArithmeticError
+    if where == "output":
+        total = FailsInBackward.apply(total, ArithmeticError)
+    hook = None
+    if where == "hook":
+        hook = model.module.weights[0].register_hook(explode)
+    try:
+        total.backward()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+PLACES = ("forward", "loss", "Ctrl-C", "output", "backward", "hook")
+
+
+@on_gpus_too(2, buffers=[True], seed=range(2))
+@on_ranks(2, 3, buffers=[False, True], seed=range(3))
+def test_each_mean_is_of_one_iteration_whatever_raises_where(ranks, buffers, seed):
+    """Ranks that differ in their iteration get a MismatchError, and agree on one."""
+    rng = random.Random(seed)
+    plans = [rng.choices((None, *PLACES), (25, *[1] * 6), k=ranks.n) for _ in range(60)]
+    model = ranks.wrap(Scales(buffers))
+    i, n_taken = 0, 0
+    while i < 63:  # the last three undisturbed: then no rank ends alone
+        model.zero_grad()
+        try:
+            take(model, 8 * i + ranks.rank, plans[i][ranks.rank] if i < 60 else None)
+            n_taken += 1
+            for weight in model.module.weights:
+                assert (weight.grad == 8 * i + (ranks.n - 1) / 2).all(), i
+        except paceline.MismatchError:
+            i = max(ranks.all(i))
+        except (ArithmeticError, KeyboardInterrupt, paceline.PeerError):
+            pass
+        i += 1
+    assert ranks.all(n_taken) == [n_taken] * ranks.n
 
 
 @on_gpus_too()
