@@ -236,19 +236,19 @@ def _backward(
     output: Any, loss: Callable[[Any], torch.Tensor] | None, plain: Any
 ) -> None:
     """Run a backward; a number in the plain output counts by the mean over replicas."""
-    total: Any = None
     if loss is not None:
-        total = loss(output)
+        total: Any = loss(output)
     else:
         leaves, likes = _native.flatten(output)[1], _native.flatten(plain)[1]
-        for seed, (leaf, like) in enumerate(zip(leaves, likes, strict=False)):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                is_number = like.ndim == 0
-                term = leaf.mean() if is_number else (leaf * _weights(leaf, seed)).sum()
-                total = term if total is None else total + term
-        if total is not None and total.is_complex():
+        terms = [
+            leaf.mean() if like.ndim == 0 else (leaf * _weights(leaf, seed)).sum()
+            for seed, (leaf, like) in enumerate(zip(leaves, likes, strict=False))
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        total = sum(terms, torch.zeros(()))
+        if total.is_complex():
             total = torch.view_as_real(total).sum()
-    if total is not None and total.requires_grad:
+    if total.requires_grad:
         total.backward()
 
 
@@ -305,6 +305,5 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.to_dense().to(dtype)

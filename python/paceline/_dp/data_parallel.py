@@ -256,9 +256,11 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             ids = ids[:1]
             if not self._are_gpus:
                 return self._call_plainly(inputs, kwargs)
-        with engine.call(), self._recorded_steps():
+        if self._steps is None:
+            self._steps = Steps(self, len(self.device_ids))
+        with engine.call(), self._steps:  # which records the forward
             args, named = self.scatter(inputs, kwargs, ids)
-            sizes = _sizes_of(args)
+            sizes = getattr(args, "sizes", None)
             args, named = _checked(len(ids), args, named)
             if len(ids) == 1:
                 (output,) = engine.apply(self.module, [self.module], args, named)
@@ -303,12 +305,6 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             return engine
         return Engine(wanted, is_cpu=not self._are_gpus)
 
-    def _recorded_steps(self) -> Steps:
-        """Return the context that records a forward."""
-        if self._steps is None:
-            self._steps = Steps(self, len(self.device_ids))
-        return self._steps
-
     def _call_plainly(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         has_own_scatter = (
             type(self).scatter is not DataParallel.scatter or "scatter" in self.__dict__
@@ -316,9 +312,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         if has_own_scatter and len(self.device_ids) == 1:
             scattered = self.scatter(inputs, kwargs, self.device_ids)
             (inputs, *_), (kwargs, *_) = _checked(1, *scattered)
-        elif any(map(has_mark, inputs)) or (
-            kwargs and any(map(has_mark, kwargs.values()))
-        ):
+        elif any(map(has_mark, (*inputs, *kwargs.values()))):
             inputs, kwargs = unmarked(inputs, kwargs)
         return self.module(*inputs, **kwargs)
 
@@ -416,8 +410,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         """
         where = self.output_device if output_device is None else output_device
         where = devices_.output_of(where, self._are_gpus)
-        engine, sizes = self._engine_for(self.device_ids), _sizes_of(outputs)
-        return engine.join(outputs, sizes, self.dim, where)
+        sizes = getattr(outputs, "sizes", None)
+        return self._engine_for(self.device_ids).join(outputs, sizes, self.dim, where)
 
     # ---- state ----------------------------------------------------------------------
 
@@ -465,14 +459,9 @@ def _indices(self: DataParallel[Any], device_ids: Sequence[Any]) -> list[int]:
     return list(device_ids) if is_own else devices_.read(device_ids, None).ids
 
 
-Lists = tuple[Sequence[Any], Sequence[dict[str, Any]]]
-
-
-def _sizes_of(lists: Any) -> tuple[int, ...] | None:
-    return getattr(lists, "sizes", None)
-
-
-def _checked(n_replicas: int, args: Any, kwargs: Any) -> Lists:
+def _checked(
+    n_replicas: int, args: Any, kwargs: Any
+) -> tuple[Sequence[Any], Sequence[dict[str, Any]]]:
     """Return each replica's arguments from the result of ``scatter``."""
     args = tuple(args)
     named = ({},) * len(args) if kwargs is None else tuple(kwargs)

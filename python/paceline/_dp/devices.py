@@ -49,7 +49,8 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
     devices = [_device(each) for each in device_ids]
     if not devices and stand_in():  # range(torch.cuda.device_count())
         return _default(output_device)
-    because = f"one replica: device_ids is {list(device_ids)!r}"
+    given = f"device_ids is {list(device_ids)!r}"
+    because = f"one replica: {given}"
     n_cpu = devices.count(CPU)
     if n_cpu == len(devices):
         if devices and output_device is not None and _output(output_device) != CPU:
@@ -59,24 +60,20 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
             )
         return Devices(devices, because)
     if n_cpu:
-        raise ValueError(
-            f"device_ids is {list(device_ids)!r}: give the CPU only, or GPUs only"
-        )
+        raise ValueError(f"{given}: give the CPU only, or GPUs only")
     if stand_in():
         return Devices([device.index or 0 for device in devices], because)
     machine = _gpu.machine
     why = machine.why_unusable()
     if machine.count() > 0 or torch_core.has_accelerator():
         if why:
-            raise NotImplementedError(
-                f"device_ids is {list(device_ids)!r}, and {why}; give ['cpu'] * n"
-            )
+            raise NotImplementedError(f"{given}, and {why}; give ['cpu'] * n")
         indices = [_index(each, "device_ids", device_ids) for each in devices]
         return _on_gpus(indices, because, output_device)
     warnings.warn(
-        f"device_ids is {list(device_ids)!r}, and there is no GPU: the module is "
-        f"called plainly. Set {_environment.CPU_REPLICAS}=2 in the environment to put "
-        "these replicas on the CPU",
+        f"{given}, and there is no GPU: the module is called plainly. Set "
+        f"{_environment.CPU_REPLICAS}=2 in the environment to put these replicas on "
+        "the CPU",
         stacklevel=3,
     )
     return Devices([], f"{because}, and there is no GPU")
@@ -115,21 +112,19 @@ def output_of(output_device: Any, are_gpus: bool) -> torch.device:
 
 
 def _default(output_device: Any) -> Devices:
-    machine = _gpu.machine
-    n_gpus = machine.count()
-    why = machine.why_unusable()
-    if n_gpus > 0 and not why:
-        because = "one replica: there is one GPU"
-        return _on_gpus(list(range(n_gpus)), because, output_device)
+    if has_gpus():
+        indices = list(range(_gpu.machine.count()))
+        return _on_gpus(indices, "one replica: there is one GPU", output_device)
     n_replicas = _environment.cpu_replicas()
     if n_replicas is not None:
         because = f"one replica: {_environment.CPU_REPLICAS} is {n_replicas}"
         return Devices(list(range(n_replicas)) if n_replicas > 1 else [], because)
+    why = _gpu.machine.why_unusable() or "there is no GPU"
     return Devices(
         [],
-        f"one replica: device_ids is None, and {why or 'there is no GPU'}; for n "
-        f"replicas on the CPU, pass device_ids=['cpu'] * n, or set "
-        f"{_environment.CPU_REPLICAS}=n in the environment",
+        f"one replica: device_ids is None, and {why}; for n replicas on the CPU, pass "
+        f"device_ids=['cpu'] * n, or set {_environment.CPU_REPLICAS}=n in the "
+        "environment",
     )
 
 
@@ -174,11 +169,8 @@ def refuse_gpu(module: torch.nn.Module, because: str) -> None:
 
 def warn_of_imbalance(indices: Sequence[int]) -> None:
     """Warn if one GPU has much less memory, or fewer processors, than another."""
-    sizes = [_gpu.machine.size(index) for index in indices]
-    for what, values in (
-        ("memory", [memory for memory, _ in sizes]),
-        ("multiprocessors", [processors for _, processors in sizes]),
-    ):
+    memories, processors = zip(*map(_gpu.machine.size, indices), strict=True)
+    for what, values in (("memory", memories), ("multiprocessors", processors)):
         if min(values) < 0.75 * max(values):
             least = indices[values.index(min(values))]
             most = indices[values.index(max(values))]

@@ -78,14 +78,14 @@ class Gradients:
         self,
         streams: Streams,
         segments: Sequence[Segment],
-        n: int,
+        n_replicas: int,
         inner: InnerBackwards,
     ) -> None:
         self.group = streams.group
         self.inner = inner
         self.streams = streams
         self.segments = segments
-        self._n_replicas = n
+        self.n_replicas = n_replicas
         self._nodes: list[list[weakref.ref[Any]]] = [[] for _ in segments]
         self._backwards: dict[int, dict[int, Arrival]] = {}  # by segment: not collected
         self._lock = threading.Lock()
@@ -94,8 +94,7 @@ class Gradients:
 
     def slots(self, i: int) -> list[tuple[torch.Tensor, ...]]:
         """Return each further replica's tensors of a segment, in the graph."""
-        n_tokens = self._n_replicas - 1
-        tokens = _Segment.apply(self, i, n_tokens, *self.segments[i].tensors)  # type: ignore[no-untyped-call]
+        tokens = _Segment.apply(self, i, *self.segments[i].tensors)  # type: ignore[no-untyped-call]
         # Segments that were registered first run last.
         torch_graph.set_turn(tokens[0].grad_fn, i)
         made = []
@@ -236,18 +235,18 @@ class _Segment(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of: Gradients, i: int, n_tokens: int, *parameters: torch.Tensor
+        ctx: Any, of: Gradients, i: int, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.of, ctx.i = of, i
         # One for each replica: compiled autograd would add up those of a shared one.
         device = of.group.devices[0]
-        return tuple(torch.empty(0, device=device) for _ in range(n_tokens))
+        return tuple(torch.empty(0, device=device) for _ in range(1, of.n_replicas))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         with ctx.of.streams.on():
-            return None, None, None, *ctx.of.collect(ctx.i)
+            return None, None, *ctx.of.collect(ctx.i)
 
 
 class _Replica(torch.autograd.Function):

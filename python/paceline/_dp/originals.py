@@ -7,7 +7,7 @@ attribute; it holds the replica's parts while that replica runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,23 +25,20 @@ class Originals:
     def __init__(self, parts: list[Module]) -> None:
         self._parts = parts
         self._tensors: dict[int, torch.Tensor] = {}
-        self._versions: list[int] = []
+        self._versions: dict[int, int] = {}
         self._attributes: list[dict[str, Any]] = []
 
     def look(self) -> None:
         """Note their present state."""
         self._tensors = tensors_of(self._parts)
-        self._versions = _versions(self._tensors.values())
+        self._versions = _versions(self._tensors)
         self._attributes = [part.__dict__.copy() for part in self._parts]
 
     def check(self, k: int) -> None:
         """Raise if replica `k` changed them."""
-        tensors = tensors_of(self._parts)
-        versions = _versions(tensors.values())
-        if tensors.keys() != self._tensors.keys() or versions != self._versions:
-            before = dict(zip(self._tensors, self._versions, strict=True))
-            pairs = zip(tensors, versions, strict=True)
-            written = {key for key, version in pairs if before.get(key) != version}
+        versions = _versions(tensors_of(self._parts))
+        if versions != self._versions:
+            written = dict(versions.items() - self._versions.items())
             name = _name_of(self._parts[0], written)
         else:
             held = zip(self._parts, self._attributes, strict=True)
@@ -66,7 +63,7 @@ def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
         return False
 
 
-def _name_of(module: Module, keys: set[int]) -> str:
+def _name_of(module: Module, keys: Collection[int]) -> str:
     """Return the name of one of these tensors in a module, and its part's class."""
     for prefix, part in module.named_modules():
         for tensors in (part._parameters, part._buffers):
@@ -77,12 +74,12 @@ def _name_of(module: Module, keys: set[int]) -> str:
     return "a buffer, which it removed,"
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+def _versions(tensors: dict[int, torch.Tensor]) -> dict[int, int]:
     """Return the version of each tensor; inference tensors have none, so return 0."""
     try:
-        return [tensor._version for tensor in tensors]
+        return {key: t._version for key, t in tensors.items()}
     except RuntimeError:
-        return [0 if each.is_inference() else each._version for each in tensors]
+        return {k: 0 if t.is_inference() else t._version for k, t in tensors.items()}
 
 
 # ---- lists of classes ---------------------------------------------------------------

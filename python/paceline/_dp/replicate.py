@@ -28,7 +28,6 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from paceline import _native
 from paceline._compat import torch_core, torch_graph, torch_modes
 
-_PLAIN_COPY = torch_core.PLAIN_COPY
 OWN_KEYS = frozenset(Module().__dict__)
 HOOKS = tuple(name for name in sorted(OWN_KEYS) if "ward_" in name and "hooks" in name)
 """Hooks of forward and backward: each replica registers and removes its own."""
@@ -36,19 +35,17 @@ HOOKS = tuple(name for name in sorted(OWN_KEYS) if "ward_" in name and "hooks" i
 
 def parts_of(module: Module) -> list[Module]:
     """Return the module and all its parts, each once, in the order of registration."""
-    seen = {id(module)}
-    parts = [module]
-    _collect(module, seen, parts)
-    return parts
+    parts = {id(module): module}
+    _collect(module, parts)
+    return list(parts.values())
 
 
-def _collect(module: Module, seen: set[int], parts: list[Module]) -> None:
+def _collect(module: Module, parts: dict[int, Module]) -> None:
     for child in module._modules.values():
-        if child is not None and id(child) not in seen:
-            seen.add(id(child))
-            parts.append(child)
+        if child is not None and id(child) not in parts:
+            parts[id(child)] = child
             if child._modules:
-                _collect(child, seen, parts)
+                _collect(child, parts)
 
 
 def tensors_of(parts: list[Module]) -> dict[int, torch.Tensor]:
@@ -109,12 +106,8 @@ def unused_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.zeros_like(tensor) if has_hooks(tensor) else None
 
 
-Copies = dict[int, torch.Tensor]
-"""The copies that one replica has of parameters and buffers, by the ``id`` of each."""
-
-
 Bring = Callable[[torch.Tensor], torch.Tensor]
-"""Returns a tensor on a replica's device: itself, or a copy."""
+"""Returns an attribute's tensor on a replica's device: itself, or a copy."""
 
 
 def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
@@ -135,8 +128,10 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def replica_of(parts: list[Module], tensors: Copies, bring: Bring) -> Module:
-    """Return a further replica; `bring` moves tensors of attributes to its device."""
+def replica_of(
+    parts: list[Module], tensors: dict[int, torch.Tensor], bring: Bring
+) -> Module:
+    """Return a further replica; `tensors` are its copies, by the originals' ``id``."""
     shells = {id(part): shell_of(part) for part in parts}
     copies: dict[int, Any] = {**shells, **tensors}
     for part in parts:
@@ -151,7 +146,7 @@ def replica_of(parts: list[Module], tensors: Copies, bring: Bring) -> Module:
 def shell_of(part: Module) -> Module:
     kind = part.__class__  # the module's, even if `part` is a weak proxy
     method: Callable[[Module], Module] = kind._replicate_for_data_parallel
-    if method is _PLAIN_COPY or isinstance(part, torch.fx.GraphModule):
+    if method is torch_core.PLAIN_COPY or isinstance(part, torch.fx.GraphModule):
         copy = object.__new__(kind)
         held = copy.__dict__
         held.update(part.__dict__)  # assigning __dict__ would run Module.__setattr__
