@@ -18,11 +18,6 @@ int pli_array_check(PyObject *value)
     return PyArray_Check(value);
 }
 
-int pli_array_is_plain(PyObject *array)
-{
-    return PyArray_CheckExact(array);
-}
-
 int pli_array_n_dims(PyObject *array)
 {
     return PyArray_NDIM((PyArrayObject *)array);
@@ -31,19 +26,4 @@ int pli_array_n_dims(PyObject *array)
 Py_ssize_t pli_array_size(PyObject *array, int dim)
 {
     return PyArray_DIM((PyArrayObject *)array, dim);
-}
-
-PyObject *pli_array_join(PyObject *arrays, int dim)
-{
-    const Py_ssize_t n = PyTuple_GET_SIZE(arrays);
-    if (pli_array_n_dims(PyTuple_GET_ITEM(arrays, 0)) > 0)
-        return PyArray_Concatenate(arrays, dim);
-    PyObject *vectors = PyTuple_New(n);
-    for (Py_ssize_t i = 0; vectors != NULL && i < n; i++) {
-        PyArrayObject *array = (PyArrayObject *)PyTuple_GET_ITEM(arrays, i);
-        pli_tuple_put(&vectors, i, PyArray_Ravel(array, NPY_CORDER));
-    }
-    PyObject *joined = vectors != NULL ? PyArray_Concatenate(vectors, 0) : NULL;
-    Py_XDECREF(vectors);
-    return joined;
 }

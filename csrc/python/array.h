@@ -12,11 +12,7 @@
 int pli_array_check(PyObject *value);
 
 /* The argument must be an array. */
-int pli_array_is_plain(PyObject *array); /* not of a subclass */
 int pli_array_n_dims(PyObject *array);
 Py_ssize_t pli_array_size(PyObject *array, int dim);
-
-/* Joins a tuple of plain arrays along `dim`; arrays of 0 dimensions give a vector. */
-PyObject *pli_array_join(PyObject *arrays, int dim);
 
 #endif

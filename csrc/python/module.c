@@ -217,7 +217,7 @@ static PyMethodDef module_methods[] = {
      "n replicas. Return (tree, sizes, leaves), both by replica."},
     {"gather", (PyCFunction)(void (*)(void))pli_gather, METH_FASTCALL,
      "gather(outputs, sizes, dim, join=None, /)\n--\n\nJoin the replicas' outputs; "
-     "join(tensors, dim) joins tensors, and join.packed() packed sequences."},
+     "join(tensors, dim) joins tensors, and join.of_replica(value, k) brings a value."},
     {"differing", pli_differing, METH_VARARGS,
      "differing(dicts, expected, any, /)\n--\n\nReturn the indices of dicts that lack "
      "the expected names and values in the expected order; the value `any` matches "

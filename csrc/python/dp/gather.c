@@ -13,7 +13,8 @@ typedef struct joiner {
     PyObject *sizes; /* a tuple: rows of each replica; unknown if the length differs */
     Py_ssize_t dim;
     PyObject *dim_object;
-    PyObject *join; /* joins tensors of several devices; NULL: torch's functions do */
+    PyObject *join; /* brings values of replicas to one device, and joins tensors of
+                     * several devices; NULL: torch's functions join */
     int has_warned; /* about scalars, in this call */
 } joiner;
 
@@ -110,23 +111,13 @@ static PyObject *join_tensors(joiner *self, PyObject *values, const pli_shape *s
 
 static PyObject *join_arrays(joiner *self, PyObject *values, const pli_shape *shape)
 {
-    const int dim = shape->n_dims > 0 ? pli_shape_dim(shape, self->dim) : 0;
     if (shape->n_dims > 0 && self->walk.n == 1)
         return Py_NewRef(PyTuple_GET_ITEM(values, 0));
-    for (Py_ssize_t k = 0; k < self->walk.n; k++)
-        if (!pli_array_is_plain(PyTuple_GET_ITEM(values, k)))
-            return PyObject_CallFunction(self->walk.state->join_arrays, "Oi", values,
-                                         dim);
-    return pli_array_join(values, dim);
+    const int dim = shape->n_dims > 0 ? pli_shape_dim(shape, self->dim) : 0;
+    return PyObject_CallFunction(self->walk.state->join_arrays, "Oi", values, dim);
 }
 
 /* ---- kinds ---------------------------------------------------------------------- */
-
-/* None means "nothing": it does not mix with other constants. */
-static int is_none_in_one(PyObject *left, PyObject *right)
-{
-    return (left == Py_None) != (right == Py_None);
-}
 
 static int refuse_types(const pli_step *at, PyObject *first, PyObject *other,
                         Py_ssize_t k)
@@ -147,7 +138,8 @@ static int kind_of_output(const module_state *state, PyObject *value)
     return kind == PLI_MARK ? PLI_CONSTANT : kind;
 }
 
-/* The kind of the replicas' values, by replica 0's; -1 if another kind differs. */
+/* The kind of the replicas' values, by replica 0's; -1 if another kind differs.  None
+ * means "nothing": it does not mix with other constants. */
 static int kind_of_all(const joiner *self, PyObject *const *values, const pli_step *at)
 {
     const int kind = kind_of_output(self->walk.state, values[0]);
@@ -155,9 +147,9 @@ static int kind_of_all(const joiner *self, PyObject *const *values, const pli_st
         const int other = kind_of_output(self->walk.state, values[k]);
         if (other < 0)
             return -1;
-        const int is_same = kind == other && (kind <= PLI_CONSTANT ||
-                                              Py_TYPE(values[0]) == Py_TYPE(values[k]));
-        if (!is_same || is_none_in_one(values[0], values[k]))
+        const int is_same_type = Py_TYPE(values[0]) == Py_TYPE(values[k]);
+        const int is_none = values[0] == Py_None || values[k] == Py_None;
+        if (kind != other || (!is_same_type && (kind > PLI_CONSTANT || is_none)))
             return refuse_types(at, values[0], values[k], k);
     }
     return kind;
@@ -370,16 +362,21 @@ static int are_by_row(const joiner *self, PyObject *const *lists, const pli_step
         PyList_GET_SIZE(lists[other]), rows_of(self, other), other);
 }
 
+/* A value of replica k, with its tensors on the device of the outputs. */
+static PyObject *brought(const joiner *self, PyObject *value, Py_ssize_t k)
+{
+    return self->join != NULL
+               ? PyObject_CallMethod(self->join, "of_replica", "On", value, k)
+               : Py_NewRef(value);
+}
+
 /* Joins lists end to end. */
 static PyObject *chain(const joiner *self, PyObject *const *lists)
 {
     PyObject *all = PyList_New(0);
     for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++) {
         const Py_ssize_t end = PyList_GET_SIZE(all);
-        PyObject *list =
-            self->join != NULL
-                ? PyObject_CallMethod(self->join, "of_replica", "On", lists[k], k)
-                : Py_NewRef(lists[k]);
+        PyObject *list = brought(self, lists[k], k);
         if (list == NULL || PyList_SetSlice(all, end, end, list) != 0)
             Py_CLEAR(all);
         Py_XDECREF(list);
@@ -391,19 +388,6 @@ static PyObject *chain(const joiner *self, PyObject *const *lists)
 }
 
 /* ---- joining -------------------------------------------------------------------- */
-
-static PyObject *join_packed(const joiner *self, PyObject *values)
-{
-    return self->join != NULL
-               ? PyObject_CallMethod(self->join, "packed", "(O)", values)
-               : PyObject_CallOneArg(self->walk.state->join_packed, values);
-}
-
-static PyObject *join_constants(PyObject *values)
-{
-    return PyTuple_GET_ITEM(values, 0) == Py_None ? Py_NewRef(Py_None)
-                                                  : PySequence_List(values);
-}
 
 static int join(pli_walk *walk, int kind, PyObject *const *values, const pli_step *at,
                 PyObject **out)
@@ -426,15 +410,19 @@ static int join(pli_walk *walk, int kind, PyObject *const *values, const pli_ste
         return 1;
     PyObject *all = PyTuple_New(self->walk.n);
     for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++)
-        PyTuple_SET_ITEM(all, k, Py_NewRef(values[k]));
+        pli_tuple_put(&all, k,
+                      kind == PLI_PACKED ? brought(self, values[k], k)
+                                         : Py_NewRef(values[k]));
     if (all == NULL)
         return -1;
     if (kind == PLI_TENSOR)
         *out = join_tensors(self, all, &shape);
     else if (kind == PLI_ARRAY)
         *out = join_arrays(self, all, &shape);
+    else if (kind == PLI_PACKED)
+        *out = PyObject_CallOneArg(self->walk.state->join_packed, all);
     else
-        *out = kind == PLI_PACKED ? join_packed(self, all) : join_constants(all);
+        *out = values[0] == Py_None ? Py_NewRef(Py_None) : PySequence_List(all);
     Py_DECREF(all);
     return *out != NULL ? 1 : -1;
 }

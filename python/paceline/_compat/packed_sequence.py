@@ -153,7 +153,7 @@ def join_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
 
 
 def join_arrays(arrays: Sequence[np.ndarray[Any, Any]], dim: int) -> Any:
-    """Join arrays if some are of a subclass; masked arrays keep their masks."""
+    """Join arrays, those without dimensions to a vector; masked ones stay masked."""
     import numpy as np
 
     arrays = [np.atleast_1d(array) for array in arrays]

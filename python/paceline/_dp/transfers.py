@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from paceline import _gpu, _native
-from paceline._compat import packed_sequence, torch_core, torch_graph, torch_modes
+from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp.group import Streams
 
 NATIVE = frozenset(
@@ -188,11 +187,7 @@ def to_member(
             pairs = zip(leaves, parts[0], strict=True)
             leaves = [_own_leaf(leaf, first, is_recorded) for leaf, first in pairs]
         return tree.unflatten(leaves)
-    placed = _placed(streams, leaves, member)
-    for i, (leaf, tensor) in enumerate(zip(leaves, placed, strict=True)):
-        if tensor is not leaf and _is_sizes(tree, i, leaf):
-            placed[i] = leaf
-    return tree.unflatten(placed)
+    return tree.unflatten(_placed(streams, tree, leaves, member))
 
 
 class _Shared(torch.autograd.Function):
@@ -224,9 +219,12 @@ def _own_leaf(leaf: Any, of_replica_0: Any, is_recorded: bool) -> Any:
     return leaf.data
 
 
-def _is_sizes(tree: _native.Tree, i: int, leaf: Any) -> bool:
-    """Tell whether a leaf is what a PackedSequence always has on the CPU."""
-    return (
+def _travels(tree: _native.Tree, i: int, leaf: Any) -> bool:
+    """Tell whether a leaf is a tensor that need not stay on the CPU.
+
+    The sizes of a PackedSequence must.
+    """
+    return isinstance(leaf, torch.Tensor) and not (
         leaf.dtype is torch.int64
         and leaf.dim() == 1
         and leaf.is_cpu
@@ -234,12 +232,14 @@ def _is_sizes(tree: _native.Tree, i: int, leaf: Any) -> bool:
     )
 
 
-def _placed(streams: Streams, leaves: Sequence[Any], member: int) -> list[Any]:
+def _placed(
+    streams: Streams, tree: _native.Tree, leaves: Sequence[Any], member: int
+) -> list[Any]:
     placed = list(leaves)
     by_source: dict[int, list[int]] = {}
     group = streams.group
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
+        if not _travels(tree, i, leaf):
             continue
         source = group.member_of(leaf, 0)
         if source is None:
@@ -313,28 +313,12 @@ class Joiner:
             return gathered
         return torch.cat(list(map(self._bring, parts, itertools.count())), dim)
 
-    def packed(self, parts: Sequence[PackedSequence]) -> PackedSequence:
-        """Join packed sequences; their batch sizes stay on the CPU, as in torch."""
-        return packed_sequence.join_packed(
-            [
-                PackedSequence(
-                    self._bring(part.data, k),
-                    part.batch_sizes,
-                    *(
-                        None if indices is None else self._bring(indices, k)
-                        for indices in (part.sorted_indices, part.unsorted_indices)
-                    ),
-                )
-                for k, part in enumerate(parts)
-            ]
-        )
-
     def of_replica(self, output: Any, k: int) -> Any:
         """Return a value of replica k, with its tensors on the output device."""
         tree, leaves = _native.flatten(output)
         placed = [
-            self._bring(leaf, k) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
+            self._bring(leaf, k) if _travels(tree, i, leaf) else leaf
+            for i, leaf in enumerate(leaves)
         ]
         are_there = all(map(operator.is_, placed, leaves))
         return output if are_there else tree.unflatten(placed)

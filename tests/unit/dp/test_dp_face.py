@@ -3,13 +3,14 @@
 import collections
 import copy
 import inspect
+import types
 
 import paceline
 import pytest
 import torch
 from paceline import DataParallel, _environment, _gpu
 from paceline._compat import torch_core
-from paceline._dp import marker
+from paceline._dp import marker, transfers
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -293,6 +294,18 @@ def test_a_method_may_be_replaced_on_one_object(n_rows):
     wrapper = DataParallel(nn.Linear(1, 1), TWO)
     wrapper.gather = lambda outputs, output_device: len(outputs)
     assert wrapper(torch.ones(n_rows, 1)) == min(n_rows, 2)
+
+
+def test_sizes_of_packed_outputs_stay_on_the_cpu():
+    group = types.SimpleNamespace(member_of=lambda tensor, k: None, devices=[])
+    streams = types.SimpleNamespace(group=group)
+    joiner = transfers.Joiner(streams, torch.device("meta"))
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    brought, sizes = joiner.of_replica((packed, packed.batch_sizes), 0)
+    assert type(brought) is type(packed)
+    assert brought.data.is_meta
+    assert brought.batch_sizes.is_cpu
+    assert sizes.is_meta
 
 
 # ---- replicate, data_parallel, check ------------------------------------------------
