@@ -5,6 +5,7 @@
  *
  *     rows 0 .. 6 over 3 replicas:   0 1 2 | 3 4 | 5 6      the larger parts first
  */
+#include "core/alloc.h"
 #include "tree.h"
 
 /* How a leaf goes to the replicas. */
@@ -17,14 +18,17 @@ typedef struct leaf_way {
         PLI_EACH /* the same number for each replica */
     } way;
     Py_ssize_t n_rows; /* if it is split */
+    int dim;           /* along which, counted from the front */
+    PyObject *packed;  /* the PackedSequence of a PLI_PACK_FIRST; in `packs` */
 } leaf_way;
 
 typedef struct scattering {
     pli_walk walk;
     PyObject *call;   /* (inputs, kwargs), as passed */
     PyObject *leaves; /* a list */
-    PyObject *packs;  /* a list: each PackedSequence that is split */
+    PyObject *packs;  /* a list that owns each PackedSequence that is split */
     leaf_way *ways;   /* by leaf */
+    size_t capacity;  /* of `ways` */
     Py_ssize_t dim;
     Py_ssize_t n_rows;     /* the fewest of a leaf that is split */
     Py_ssize_t n_replicas; /* the maximum */
@@ -96,8 +100,18 @@ static int read_rows(const scattering *self, Py_ssize_t leaf)
     const int dim = pli_shape_dim(&shape, self->dim);
     if (dim < 0)
         return refuse_dims(self, leaf, &shape);
+    self->ways[leaf].dim = dim;
     self->ways[leaf].n_rows = shape.sizes[dim];
     return 0;
+}
+
+static int read_packed(const scattering *self, Py_ssize_t leaf)
+{
+    leaf_way *of = &self->ways[leaf];
+    PyObject *number = PyObject_CallOneArg(self->walk.state->packed_rows, of->packed);
+    of->n_rows = number != NULL ? PyLong_AsSsize_t(number) : -1;
+    Py_XDECREF(number);
+    return of->n_rows < 0 ? -1 : 0;
 }
 
 static int is_batch(const scattering *self, Py_ssize_t leaf)
@@ -131,29 +145,6 @@ static int find_each(scattering *self)
     return is_each < 0 ? -1 : 0;
 }
 
-static int read_packed(const module_state *state, PyObject *packed, Py_ssize_t *n_rows)
-{
-    PyObject *number = PyObject_CallOneArg(state->packed_rows, packed);
-    *n_rows = number != NULL ? PyLong_AsSsize_t(number) : -1;
-    Py_XDECREF(number);
-    return *n_rows < 0 ? -1 : 0;
-}
-
-static int read_all_rows(scattering *self)
-{
-    Py_ssize_t n_packs = 0;
-    int status = 0;
-    for (Py_ssize_t i = 0; status == 0 && i < PyList_GET_SIZE(self->leaves); i++) {
-        if (self->ways[i].way == PLI_SPLIT)
-            status = read_rows(self, i);
-        else if (self->ways[i].way == PLI_PACK_FIRST)
-            status =
-                read_packed(self->walk.state, PyList_GET_ITEM(self->packs, n_packs++),
-                            &self->ways[i].n_rows);
-    }
-    return status;
-}
-
 /* Sets n_rows, and returns the first leaf with so few; -1 if no leaf is split. */
 static Py_ssize_t find_fewest(scattering *self)
 {
@@ -181,8 +172,10 @@ static Py_ssize_t find_other(const scattering *self, int is_strict)
 
 static int count_rows(scattering *self)
 {
-    if (read_all_rows(self) != 0)
-        return -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++)
+        if ((self->ways[i].way == PLI_SPLIT && read_rows(self, i) != 0) ||
+            (self->ways[i].way == PLI_PACK_FIRST && read_packed(self, i) != 0))
+            return -1;
     (void)find_fewest(self);
     if (find_other(self, 1) < 0)
         return 0;
@@ -217,39 +210,19 @@ static PyObject *sizes_of(const scattering *self, Py_ssize_t n_rows)
     return sizes;
 }
 
-static PyObject *slice_of(Py_ssize_t begin, Py_ssize_t end)
-{
-    PyObject *from = PyLong_FromSsize_t(begin);
-    PyObject *to = PyLong_FromSsize_t(end);
-    PyObject *slice = from != NULL && to != NULL ? PySlice_New(from, to, NULL) : NULL;
-    Py_XDECREF(from);
-    Py_XDECREF(to);
-    return slice;
-}
-
-/* The index begin : end: [:, rows] along dimension 1, [..., rows, :] along -2. */
-static PyObject *index_of(Py_ssize_t dim, Py_ssize_t begin, Py_ssize_t end)
+/* A view of some rows of a leaf: leaf[begin:end], along dimension 1 leaf[:, begin:end].
+ * Of a tensor, autograd tracks it. */
+static PyObject *narrow(PyObject *leaf, int dim, Py_ssize_t begin, Py_ssize_t end)
 {
     if (dim == 0)
-        return slice_of(begin, end);
-    const Py_ssize_t at = dim > 0 ? dim : 1;
-    PyObject *index = PyTuple_New(1 + (dim > 0 ? dim : -dim));
-    for (Py_ssize_t i = 0; index != NULL && i < PyTuple_GET_SIZE(index); i++) {
-        if (i == at)
-            pli_tuple_put(&index, i, slice_of(begin, end));
-        else
-            pli_tuple_put(&index, i,
-                          i == 0 && dim < 0 ? Py_NewRef(Py_Ellipsis)
-                                            : PySlice_New(NULL, NULL, NULL));
-    }
-    return index;
-}
-
-/* A view of some rows of a leaf; of a tensor, autograd tracks it. */
-static PyObject *narrow(PyObject *leaf, Py_ssize_t dim, Py_ssize_t begin,
-                        Py_ssize_t end)
-{
-    PyObject *index = index_of(dim, begin, end);
+        return PySequence_GetSlice(leaf, begin, end);
+    PyObject *index = PyTuple_New(dim + 1);
+    for (int d = 0; index != NULL && d < dim; d++)
+        pli_tuple_put(&index, d, PySlice_New(NULL, NULL, NULL));
+    if (index != NULL)
+        pli_tuple_put(
+            &index, dim,
+            PyObject_CallFunction((PyObject *)&PySlice_Type, "nn", begin, end));
     PyObject *part = index != NULL ? PyObject_GetItem(leaf, index) : NULL;
     Py_XDECREF(index);
     return part;
@@ -265,8 +238,8 @@ static int cut_leaf(const scattering *self, Py_ssize_t i, PyObject *lists)
             of->way == PLI_EACH ? k : begin_of(self, of->n_rows, k);
         const Py_ssize_t end =
             of->way == PLI_EACH ? k + 1 : begin_of(self, of->n_rows, k + 1);
-        PyObject *part = of->way == PLI_WHOLE ? Py_NewRef(leaf)
-                                              : narrow(leaf, self->dim, begin, end);
+        PyObject *part =
+            of->way == PLI_WHOLE ? Py_NewRef(leaf) : narrow(leaf, of->dim, begin, end);
         if (part == NULL)
             return -1;
         PyList_SET_ITEM(PyTuple_GET_ITEM(lists, k), i, part);
@@ -276,12 +249,11 @@ static int cut_leaf(const scattering *self, Py_ssize_t i, PyObject *lists)
 
 /* Cuts the PackedSequence whose first leaf is i.  A part has as many tensors as the
  * whole, which may lack the unsorted indices. */
-static int cut_packed(const scattering *self, PyObject *packed, Py_ssize_t i,
-                      PyObject *lists)
+static int cut_packed(const scattering *self, Py_ssize_t i, PyObject *lists)
 {
     const Py_ssize_t n = PyList_GET_SIZE(self->leaves);
     PyObject *sizes = sizes_of(self, self->ways[i].n_rows), *parts = NULL;
-    PyObject *args[] = {packed, sizes};
+    PyObject *args[] = {self->ways[i].packed, sizes};
     if (sizes != NULL)
         parts = PyObject_Vectorcall(self->walk.state->split_packed, args, 2, NULL);
     Py_XDECREF(sizes);
@@ -302,7 +274,6 @@ static int cut_packed(const scattering *self, PyObject *packed, Py_ssize_t i,
 static PyObject *cut(const scattering *self)
 {
     const Py_ssize_t n = PyList_GET_SIZE(self->leaves);
-    Py_ssize_t n_packs = 0;
     if (self->n_parts == 1 && !self->has_each)
         return PyTuple_Pack(1, self->leaves);
     PyObject *lists = PyTuple_New(self->n_parts);
@@ -312,8 +283,7 @@ static PyObject *cut(const scattering *self)
         const int way = self->ways[i].way;
         int status = 0;
         if (way == PLI_PACK_FIRST)
-            status =
-                cut_packed(self, PyList_GET_ITEM(self->packs, n_packs++), i, lists);
+            status = cut_packed(self, i, lists);
         else if (way != PLI_PACK_MORE)
             status = cut_leaf(self, i, lists);
         if (status != 0)
@@ -328,27 +298,19 @@ static PyObject *cut(const scattering *self)
 static int keep_way(scattering *self, const pli_step *at)
 {
     const Py_ssize_t i = PyList_GET_SIZE(self->leaves);
-    if (i % 16 == 0) {
-        leaf_way *ways = PyMem_Realloc(self->ways, ((size_t)i + 16) * sizeof *ways);
-        if (ways == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        self->ways = ways;
-    }
-    const pli_container *pack = NULL;
+    if (pli_check(self->walk.state, pli_grow((size_t)i, sizeof *self->ways, "arguments",
+                                             &self->capacity, &self->ways)) != 0)
+        return -1;
     leaf_way *way = &self->ways[i];
     for (*way = (leaf_way){0}; at != NULL && way->way != PLI_WHOLE; at = at->parent) {
         if (at->container->kind == PLI_MARK) {
             way->way = PLI_WHOLE;
         } else if (at->container->kind == PLI_PACKED) {
             way->way = at->child == 0 ? PLI_PACK_FIRST : PLI_PACK_MORE;
-            pack = at->container;
+            way->packed = at->container->value;
         }
     }
-    return pack != NULL && way->way == PLI_PACK_FIRST
-               ? PyList_Append(self->packs, pack->value)
-               : 0;
+    return way->way == PLI_PACK_FIRST ? PyList_Append(self->packs, way->packed) : 0;
 }
 
 static int sort_value(pli_walk *walk, int kind, PyObject *const *values,
@@ -407,6 +369,6 @@ PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args
     Py_XDECREF(self.call);
     Py_XDECREF(self.leaves);
     Py_XDECREF(self.packs);
-    PyMem_Free(self.ways);
+    pli_free(self.ways);
     return all;
 }
