@@ -497,7 +497,7 @@ static int adder_of_shard(const addition *it, int shard)
     return (it->first + shard) % it->n_rows;
 }
 
-/* How many members add up rows of n_bytes. */
+/* How many members add up rows of n_bytes; one, if there is one row. */
 static int count_shards(const addition *it, size_t n_bytes)
 {
     const size_t n = least(n_bytes / it->of->group->shard_bytes, (size_t)it->n_rows);
@@ -581,7 +581,7 @@ static pl_status begin_locked(pli_gradient_sum *self, addition *it)
 {
     pl_status st = PL_OK;
     const int is_copy = it->n_rows == 1;
-    const int n_adders = is_copy ? 1 : count_shards(it, it->n_bytes);
+    const int n_adders = count_shards(it, it->n_bytes);
     it->first = (int)(self->group->n_sums++ % (unsigned)it->n_rows);
     if (!is_copy)
         PL_TRY(measure_rooms(it, n_adders));
@@ -650,19 +650,6 @@ done:
 
 /* ---- life ----------------------------------------------------------------------- */
 
-static pl_status furnish(pli_group_member *it, pl_backend *backend)
-{
-    pl_status st = PL_OK;
-    pli_cuda_backend_retain(backend);
-    it->backend = backend;
-    it->side = pli_cuda_side_stream(backend);
-    PL_TRY(backend->ops->event_create(backend, &it->mark));
-    for (int i = 0; i < PLI_RING_SLOTS; i++)
-        PL_TRY(backend->ops->event_create(backend, &it->has_read[i]));
-done:
-    return st;
-}
-
 pl_status pli_device_group_create(pl_backend *const *members, int n_members,
                                   pli_device_group **out)
 {
@@ -678,10 +665,16 @@ pl_status pli_device_group_create(pl_backend *const *members, int n_members,
     self->passed_bytes = PASSED_BYTES;
     self->shard_bytes = SHARD_BYTES;
     for (int k = 0; k < n_members; k++) {
-        PL_TRY(furnish(&self->members[k], members[k]));
+        pli_group_member *const it = &self->members[k];
+        pl_backend *const backend = members[k];
+        pli_cuda_backend_retain(backend);
+        it->backend = backend;
+        it->side = pli_cuda_side_stream(backend);
+        PL_TRY(backend->ops->event_create(backend, &it->mark));
+        for (int i = 0; i < PLI_RING_SLOTS; i++)
+            PL_TRY(backend->ops->event_create(backend, &it->has_read[i]));
         for (int j = k - 1; j >= 0; j--)
-            PL_TRY(pli_cuda_join_peers(members[j], members[k],
-                                       &self->members[k].reads_first));
+            PL_TRY(pli_cuda_join_peers(members[j], backend, &it->reads_first));
     }
     *out = self;
     self = NULL;

@@ -332,11 +332,9 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args)
 
 /* ---- order of streams ----------------------------------------------------------- */
 
-typedef pl_status (*order_of_streams)(pli_device_group *group,
-                                      pl_stream *const *streams);
-
 static PyObject *order_streams(PyObject *object, PyObject *numbers,
-                               order_of_streams order)
+                               pl_status (*order)(pli_device_group *,
+                                                  pl_stream *const *))
 {
     const device_group_object *self = group_of(object);
     pl_stream *streams[PLI_MOST_MEMBERS];

@@ -99,11 +99,6 @@ static int type_has(PyTypeObject *type, PyObject *name)
     return PyObject_HasAttr((PyObject *)type, name);
 }
 
-static int is_named(const module_state *state, PyTypeObject *type)
-{
-    return type_has(type, state->name__fields) && type_has(type, state->name__make);
-}
-
 static int kind_of_other(const module_state *state, PyObject *value)
 {
     PyTypeObject *type = Py_TYPE(value);
@@ -123,7 +118,9 @@ static int kind_of_other(const module_state *state, PyObject *value)
     if (PyErr_Occurred())
         return -1;
     if (PyTuple_Check(value))
-        return is_named(state, type) ? PLI_NAMED : PLI_TUPLE;
+        return type_has(type, state->name__fields) && type_has(type, state->name__make)
+                   ? PLI_NAMED
+                   : PLI_TUPLE;
     if (PyList_Check(value))
         return PLI_LIST;
     if (PyDict_Check(value))
@@ -384,9 +381,11 @@ static const struct {
 static int open_as(const module_state *state, PyObject *value, int kind,
                    pli_container *out)
 {
-    *out = (pli_container){.kind = (pli_kind)kind, .value = value};
-    if (kind >= 0)
+    *out = (pli_container){.value = value};
+    if (kind > PLI_CONSTANT) {
+        out->kind = (pli_kind)kind;
         kinds[kind].open(state, out);
+    }
     return out->children != NULL ? 0 : -1;
 }
 
@@ -714,24 +713,6 @@ static int replace(pli_walk *walk, int kind, PyObject *const *values,
     return 1;
 }
 
-/* `value` with its leaves, in order, replaced by those of a list or tuple. */
-static PyObject *with_leaves(const module_state *state, PyObject *value,
-                             PyObject *leaves, int keeps_marks)
-{
-    replacing self = {.walk = {.state = state,
-                               .n = 1,
-                               .mode = keeps_marks ? PLI_REBUILD : PLI_UNMARK,
-                               .meet = replace},
-                      .leaves = leaves};
-    PyObject *made = pli_walk_values(&self.walk, &value);
-    if (made != NULL && self.n_met != PySequence_Fast_GET_SIZE(leaves)) {
-        PyErr_Format(PyExc_ValueError, "unflatten: %zd leaves for a tree of %zd",
-                     PySequence_Fast_GET_SIZE(leaves), self.n_met);
-        Py_CLEAR(made);
-    }
-    return made;
-}
-
 /* ---- Tree ----------------------------------------------------------------------- */
 
 typedef struct tree_object {
@@ -765,11 +746,21 @@ static PyObject *tree_unflatten(PyObject *object, PyObject *leaves)
     PLI_ENTER(object);
     const tree_object *self = (const tree_object *)object;
     PyObject *all = PySequence_Fast(leaves, "unflatten takes a sequence of leaves");
-    PyObject *value = NULL;
-    if (all != NULL)
-        value = with_leaves(state_of(object), self->value, all, self->keeps_marks);
-    Py_XDECREF(all);
-    return value;
+    if (all == NULL)
+        return NULL;
+    replacing of = {.walk = {.state = state_of(object),
+                             .n = 1,
+                             .mode = self->keeps_marks ? PLI_REBUILD : PLI_UNMARK,
+                             .meet = replace},
+                    .leaves = all};
+    PyObject *made = pli_walk_values(&of.walk, &self->value);
+    if (made != NULL && of.n_met != PySequence_Fast_GET_SIZE(all)) {
+        PyErr_Format(PyExc_ValueError, "unflatten: %zd leaves for a tree of %zd",
+                     PySequence_Fast_GET_SIZE(all), of.n_met);
+        Py_CLEAR(made);
+    }
+    Py_DECREF(all);
+    return made;
 }
 
 static int tree_traverse(PyObject *object, visitproc visit, void *arg)
