@@ -62,9 +62,6 @@ boundary: of two that are equal either is the least
 boundary: the member behind the last one never adds
     csrc/replicas/device_group.c pli_gradient_sum_end k < self->n_members
 
-boundary: dimension 0 has had its own way before
-    csrc/python/dp/scatter.c index_of dim < 0
-
 boundary: what is read behind the end is not used
     csrc/python/dp/tree.c pli_leaf_shape d < dl.ndim
     csrc/python/dp/scatter.c cut_packed j < PyTuple_GET_SIZE(part)

@@ -217,12 +217,11 @@ static PyObject *narrow(PyObject *leaf, int dim, Py_ssize_t begin, Py_ssize_t en
     if (dim == 0)
         return PySequence_GetSlice(leaf, begin, end);
     PyObject *index = PyTuple_New(dim + 1);
-    for (int d = 0; index != NULL && d < dim; d++)
-        pli_tuple_put(&index, d, PySlice_New(NULL, NULL, NULL));
-    if (index != NULL)
-        pli_tuple_put(
-            &index, dim,
-            PyObject_CallFunction((PyObject *)&PySlice_Type, "nn", begin, end));
+    for (int d = 0; index != NULL && d <= dim; d++)
+        pli_tuple_put(&index, d,
+                      d < dim ? PySlice_New(NULL, NULL, NULL)
+                              : PyObject_CallFunction((PyObject *)&PySlice_Type, "nn",
+                                                      begin, end));
     PyObject *part = index != NULL ? PyObject_GetItem(leaf, index) : NULL;
     Py_XDECREF(index);
     return part;
