@@ -305,11 +305,15 @@ class Engine:
                         output = run()
             finally:
                 originals.put(before)
-            # Otherwise a call in another thread may have made the change.
-            is_alone = began_alone and self._last_begun is this
-            if k > 0 and is_alone and not watch.has_started:
-                watched.check(k)
-            else:
+            try:
+                if k == 0 or watch.has_started:
+                    watched.look()
+                else:
+                    watched.check(k)
+            except RuntimeError:
+                # Otherwise a call in another thread may have made the change.
+                if began_alone and self._last_begun is this:
+                    raise
                 watched.look()
             return output
 

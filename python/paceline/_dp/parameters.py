@@ -20,8 +20,8 @@ from paceline._compat import torch_core, torch_graph
 from paceline._dp import segments as segments_
 from paceline._dp.gradients import Gradients, InnerBackwards
 from paceline._dp.group import N_SLOTS, Group, Streams
-from paceline._dp.replicate import as_original, replica_of, tensors_of
-from paceline._dp.segments import HeldBlocks, Layout, Segment, ids_of
+from paceline._dp.replicate import as_original, replica_of
+from paceline._dp.segments import Entries, HeldBlocks, Layout, Segment
 from paceline._dp.shells import Shells
 from paceline._dp.transfers import at_member, is_by_torch, move, tensors_with_graph
 
@@ -56,32 +56,37 @@ class ModelCopies:
         if n_replicas < 2:
             return [parts[0]]
         self.inner_backwards = InnerBackwards(parts)
-        by_torch = is_by_torch()
-        tensors, ids, of_replicas = self._brought_up_to_date(
-            parts, n_replicas, streams, by_torch=by_torch
+        by_torch, entries = is_by_torch(), Entries.of(parts)
+        tensors, of_replicas = self._brought_up_to_date(
+            parts, entries, n_replicas, streams, by_torch=by_torch
         )
         bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
         made = None
         if not by_torch:
-            made = self._shells.replicas(parts, tensors, ids, of_replicas, bring)
+            made = self._shells.replicas(parts, entries, tensors, of_replicas, bring)
         if made is None:
             keys = list(map(id, tensors))
             by_id = [dict(zip(keys, own, strict=True)) for own in of_replicas]
-            made = list(map(partial(replica_of, parts), by_id, bring))
+            made = list(map(partial(replica_of, parts, entries.dicts), by_id, bring))
         return [parts[0], *made]
 
     def _brought_up_to_date(
-        self, parts: list[Module], n_replicas: int, streams: Streams, *, by_torch: bool
-    ) -> tuple[list[torch.Tensor], list[int], list[list[torch.Tensor]]]:
-        """Return the model's tensors and ids, and each further replica's copies."""
+        self,
+        parts: list[Module],
+        entries: Entries,
+        n_replicas: int,
+        streams: Streams,
+        *,
+        by_torch: bool,
+    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+        """Return the model's tensors, and each further replica's copies."""
         of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         if by_torch or self._group.is_cpu:
             # On the CPU, keeping blocks of memory gains nothing.
-            tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
-            moved = tensors
+            tensors = moved = list(entries.tensors().values())
         else:
-            layout = self._layout_of(parts)
-            tensors, ids, moved = layout.tensors, layout.ids, layout.others
+            layout = self._layout_of(parts, entries)
+            tensors, moved = layout.tensors, layout.others
             self._group.settle()  # left by a failed backward
             if torch.is_grad_enabled() and n_replicas > 2:
                 self._group.make_rooms(layout.room_bytes)
@@ -94,11 +99,11 @@ class ModelCopies:
             torch_graph.call_with_gradients(copies, self.inner_backwards.hooks)
             self._leaves.append((k, moved, copies))
             own += copies
-        return tensors, ids, of_replicas
+        return tensors, of_replicas
 
-    def _layout_of(self, parts: list[Module]) -> Layout:
-        if self._layout is None or not self._layout.fits(parts):
-            self._layout = Layout(parts, self._group)
+    def _layout_of(self, parts: list[Module], entries: Entries) -> Layout:
+        if self._layout is None or not self._layout.fits(entries):
+            self._layout = Layout(parts, entries, self._group)
             _log.info(_memory_of(self._layout, self._group))
         return self._layout
 

@@ -129,17 +129,23 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def replica_of(
-    parts: list[Module], tensors: dict[int, torch.Tensor], bring: Bring
+    parts: list[Module],
+    entries: Sequence[dict[str, Any]],
+    tensors: dict[int, torch.Tensor],
+    bring: Bring,
 ) -> Module:
-    """Return a further replica; `tensors` are its copies, by the originals' ``id``."""
+    """Return a further replica; `tensors` are its copies, by the originals' ``id``.
+
+    The `entries` are each part's parameters, then its buffers.
+    """
     shells = {id(part): shell_of(part) for part in parts}
     copies: dict[int, Any] = {**shells, **tensors}
-    for part in parts:
-        copy = copies[id(part)]
+    for i, part in enumerate(parts):
+        copy, own = copies[id(part)], entries[2 * i : 2 * i + 2]
         if isinstance(part, torch.jit.ScriptModule):
-            _fill_script(part, copy, copies)
+            _fill_script(part, copy, own, copies)
         else:
-            fill(part, copy, copies, bring)
+            fill(part, copy, own, copies, bring)
     return shells[id(parts[0])]
 
 
@@ -257,12 +263,14 @@ def _refuse_gradient(p: Parameter, where: str, output: Any) -> None:
 def fill(
     part: Module,
     copy: Module,
+    tensors: Sequence[dict[str, Any]],
     copies: dict[int, Any],
     bring: Bring,
 ) -> None:
     held = copy.__dict__
-    for kind in ("_parameters", "_buffers", "_modules"):
-        entries = held[kind] = part.__dict__[kind].copy()
+    kinds = "_parameters", "_buffers", "_modules"
+    for kind, of in zip(kinds, (*tensors, part._modules), strict=True):
+        entries = held[kind] = of.copy()
         for name, entry in entries.items():
             if entry is not None:
                 entries[name] = copies[id(entry)]
@@ -304,6 +312,7 @@ def _zero_nothing(set_to_none: bool = True) -> None:
 def _fill_script(
     part: Module,
     copy: Module,
+    tensors: Sequence[dict[str, Any]],
     copies: dict[int, Any],
 ) -> None:
     for name, child in part._modules.items():
@@ -314,8 +323,8 @@ def _fill_script(
                     "ScriptModule"
                 )
             setattr(copy, name, copies[id(child)])
-    for tensors in (part._parameters, part._buffers):
-        for name, tensor in tensors.items():
+    for of in tensors:
+        for name, tensor in of.items():
             if tensor is not None:
                 setattr(copy, name, copies[id(tensor)])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,7 +23,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 
 from paceline._compat import torch_core
 from paceline._dp.group import Group
-from paceline._dp.replicate import has_more_behind, tensors_of
+from paceline._dp.replicate import has_more_behind
 from paceline._dp.transfers import is_native
 
 if TYPE_CHECKING:
@@ -43,6 +43,33 @@ _SUMMED = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     + (torch.complex64, torch.complex128)
 )
+
+
+class Entries(NamedTuple):
+    """A model's parameters and buffers at one moment.
+
+    A call in another thread may put other ones into the model at any time.
+
+    Attributes
+    ----------
+    dicts : list of dict
+        Part by part its parameters, then its buffers.
+    ids : list of int
+        The ``id`` of each entry, in this order.
+    """
+
+    dicts: list[dict[str, Any]]
+    ids: list[int]
+
+    @classmethod
+    def of(cls, parts: Sequence[Module]) -> Entries:
+        """Return the present ones."""
+        dicts = [dict(of) for part in parts for of in (part._parameters, part._buffers)]
+        return cls(dicts, [id(tensor) for of in dicts for tensor in of.values()])
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """Return the tensors, each once, by their ids."""
+        return {id(t): t for of in self.dicts for t in of.values() if t is not None}
 
 
 def can_travel(tensor: torch.Tensor) -> bool:
@@ -248,23 +275,21 @@ class Layout:
         resize them), and the like.
     tensors : list of torch.Tensor
         Those of all segments in turn, then the others.
-    ids : list of int
-        The id at each place, part by part: its parameters, then its buffers.
     is_kept : bool
         Whether it may be kept: it holds no graph, as parameters do that
         ``functional_call`` put into the model.
     """
 
-    def __init__(self, parts: list[Module], group: Group) -> None:
+    def __init__(self, parts: list[Module], entries: Entries, group: Group) -> None:
         self.segments: list[Segment] = []
         self.others: list[torch.Tensor] = []
         self._group = group
         travelling: list[tuple[torch.Tensor, bool]] = []
         self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
         sparse = {id(of._parameters.get("weight")) for of in self._tables if of.sparse}
-        parameters = {id(p) for part in parts for p in part._parameters.values()}
+        parameters = {id(p) for of in entries.dicts[::2] for p in of.values()}
         summed = parameters - sparse
-        for key, tensor in tensors_of(parts).items():
+        for key, tensor in entries.tensors().items():
             is_summed = tensor.dtype in _SUMMED and key in summed
             if can_travel(tensor) and (is_summed or not tensor.requires_grad):
                 travelling.append((tensor, key in parameters))
@@ -278,7 +303,7 @@ class Layout:
             if len(segment.tensors) == 1:  # a block of exactly its size
                 segment.n_elems = segment.tensors[0].numel()
         placed = [tensor for segment in self.segments for tensor in segment.tensors]
-        self.ids, self.tensors = ids_of(parts), placed + self.others
+        self._ids, self.tensors = entries.ids, placed + self.others
         self.is_kept = all(tensor.is_leaf for tensor in self.tensors)
         self._forms = self._forms_now()
 
@@ -315,29 +340,29 @@ class Layout:
         most = max((s.n_bytes for s in self.segments if s.is_trained), default=0)
         return min(most * (len(self._group) - 1), 2 * _MOST_BYTES)
 
-    def fits(self, parts: Sequence[Module]) -> bool:
+    def fits(self, entries: Entries) -> bool:
         """Tell whether the model still has the tensors of this layout.
 
         A buffer that a forward has replaced takes the place of the old one.
         """
-        ids = ids_of(parts)
-        if self.ids != ids and not self._take_buffers(parts, ids):
+        if self._ids != entries.ids and not self._take_buffers(entries):
             return False
         return self._forms == self._forms_now()
 
-    def _take_buffers(self, parts: Sequence[Module], ids: list[int]) -> bool:
+    def _take_buffers(self, entries: Entries) -> bool:
         """Put buffers in the places of old ones; tell whether nothing else differs."""
-        if len(self.ids) != len(ids):
+        ids = entries.ids
+        if len(self._ids) != len(ids):
             return False
-        pairs = set(zip(self.ids, ids, strict=True))
+        pairs = set(zip(self._ids, ids, strict=True))
         changed = {before: now for before, now in pairs if before != now}
         buffers = {
-            id(b): b for p in parts for b in p._buffers.values() if b is not None
+            id(b): b for of in entries.dicts[1::2] for b in of.values() if b is not None
         }
         segments = [segment for segment in self.segments if not segment.is_parameter]
         places = {id(tensor) for segment in segments for tensor in segment.tensors}
         if (
-            not len(pairs) == len(set(self.ids)) == len(set(ids))  # one for one
+            not len(pairs) == len(set(self._ids)) == len(set(ids))  # one for one
             or not changed.keys() <= places
             or not buffers.keys() >= set(changed.values())
         ):
@@ -347,7 +372,7 @@ class Layout:
             return False
         for tensors in (self.tensors, *(segment.tensors for segment in segments)):
             tensors[:] = [moved.get(id(tensor), tensor) for tensor in tensors]
-        self.ids = ids
+        self._ids = ids
         return True
 
     def _forms_now(self) -> list[Any]:
@@ -359,16 +384,6 @@ def _segment_bytes(n_bytes: int) -> int:
     """Return the maximum size of a segment, in a model of `n_bytes`."""
     few, many = (-(-n_bytes // n // _ALIGNMENT) * _ALIGNMENT for n in (_FEW, _MANY))
     return max(SEGMENT_BYTES, min(few, _FEW_BYTES), min(many, _MOST_BYTES))
-
-
-def ids_of(parts: Sequence[Module]) -> list[int]:
-    """Return the ids of a model's tensors, at each place of its parts."""
-    return [
-        id(tensor)
-        for part in parts
-        for tensors in (part._parameters, part._buffers)
-        for tensor in tensors.values()
-    ]
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

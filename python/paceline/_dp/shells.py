@@ -32,6 +32,7 @@ from paceline import _native
 from paceline._compat import torch_core
 from paceline._dp import replicate
 from paceline._dp.replicate import Bring
+from paceline._dp.segments import Entries
 
 _TENSORS = ("_parameters", "_buffers")
 _ANY = object()
@@ -144,30 +145,26 @@ class _Plan:
         Part, ``"_parameters"`` or ``"_buffers"``, name, and number of the tensor.
     """
 
-    def __init__(self, parts: list[Module]) -> None:
+    def __init__(self, parts: list[Module], entries: Entries) -> None:
         self.parts = parts
         self.attributes = _Dicts(part.__dict__ for part in parts)
         self.tensors: list[tuple[int, str, str, int]] = []
         self._kinds = list(map(type, parts))
         self._children = _Dicts(part._modules for part in parts)
-        self._places = _Dicts(
-            getattr(part, kind) for part in parts for kind in _TENSORS
-        )
-        for i, names in enumerate(self._places.dicts):
-            self._places.note(i, names, _ANY)
+        self._names = [dict.fromkeys(of, _ANY) for of in entries.dicts]
         self._ids: list[int] = []
         self._ids_by_place: list[int] = []
         self._sorted = [_Sorted(part.__dict__) for part in parts]
         self._gather(range(len(parts)))
 
-    def fits(self, parts: list[Module]) -> bool:
+    def fits(self, parts: list[Module], entries: Entries) -> bool:
         """Tell whether the module consists of the same parts, under the same names."""
         return (
             len(parts) == len(self.parts)
             and all(map(operator.is_, parts, self.parts))
             and list(map(type, parts)) == self._kinds
             and not self._children.differing()
-            and not self._places.differing()
+            and not _native.differing(entries.dicts, self._names, _ANY)
         )
 
     def changed(self) -> list[int]:
@@ -212,20 +209,19 @@ class _Plan:
         self._watched = [(i, value) for i, of in parts for value in of.watched]
         self._leads_to_part = any(of.leads_to_part for of in self._sorted)
 
-    def locate(self, tensors: Sequence[torch.Tensor], by_place: list[int]) -> None:
-        """Note the place of each tensor; `by_place` has the id at each place."""
+    def locate(self, entries: Entries, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the place of each tensor."""
         ids = list(map(id, tensors))
-        if (ids, by_place) == (self._ids, self._ids_by_place):
+        if (ids, entries.ids) == (self._ids, self._ids_by_place):
             return
         number = {key: n for n, key in enumerate(ids)}
         self.tensors = [
-            (i, kind, name, number[id(tensor)])
-            for i, part in enumerate(self.parts)
-            for kind in _TENSORS
-            for name, tensor in getattr(part, kind).items()
+            (i // 2, _TENSORS[i % 2], name, number[id(tensor)])
+            for i, of in enumerate(entries.dicts)
+            for name, tensor in of.items()
             if tensor is not None
         ]
-        self._ids, self._ids_by_place = ids, by_place  # last, in case of Ctrl-C
+        self._ids, self._ids_by_place = ids, entries.ids  # last, in case of Ctrl-C
 
     def copies(self, shells: list[Module], flat: Sequence[Any]) -> dict[int, Any]:
         """Return a replica's tensors and parts, by the ids of the originals."""
@@ -252,6 +248,7 @@ class _Member:
 
     def fill(
         self,
+        entries: Entries,
         flat: Sequence[torch.Tensor],
         bring: Bring,
         hooks: list[tuple[int, str, dict[Any, Any]]],
@@ -263,7 +260,7 @@ class _Member:
         if stale or plan.live or hooks:
             copies = plan.copies(self.shells, flat)
         if stale:
-            self._fill_parts(copies, bring)
+            self._fill_parts(entries, copies, bring)
         held = self._held.dicts
         for i, name in plan.live:
             if i not in stale:
@@ -274,14 +271,17 @@ class _Member:
         for i, kind, name, number in plan.tensors:
             held[i][kind][name] = flat[number]
 
-    def _fill_parts(self, copies: dict[int, Any], bring: Bring) -> None:
+    def _fill_parts(
+        self, entries: Entries, copies: dict[int, Any], bring: Bring
+    ) -> None:
         """Make the dictionaries of stale parts again."""
         for i in self.stale:
             part, shell = self._plan.parts[i], self.shells[i]
             held = shell.__dict__
             held.clear()
             held.update(part.__dict__)
-            replicate.fill(part, shell, copies, bring)
+            own = entries.dicts[2 * i : 2 * i + 2]
+            replicate.fill(part, shell, own, copies, bring)
         held_by = [shell.__dict__ for shell in self.shells]
         self._held = _Dicts(held_by)
         for i in {i for i, _ in self._plan.live}:
@@ -332,8 +332,8 @@ class Shells:
     def replicas(
         self,
         parts: list[Module],
+        entries: Entries,
         tensors: Sequence[torch.Tensor],
-        by_place: list[int],
         flat: Sequence[Sequence[torch.Tensor]],
         bring: Sequence[Bring],
     ) -> list[Module] | None:
@@ -343,40 +343,39 @@ class Shells:
         ----------
         parts : list of Module
             The module, and all its parts.
+        entries : Entries
+            Its parameters and buffers.
         tensors, flat : sequence
-            The module's parameters and buffers, and those of each replica.
-        by_place : list of int
-            The ``id`` of the entry at each place, part by part: its parameters, then
-            its buffers.
+            The same ones, each once, and those of each replica.
         bring : sequence of callable
             Moves tensors of attributes to the device, for each replica.
         """
-        plan = self._look(parts)
+        plan = self._look(parts, entries)
         hooks = plan.hooks() if plan is not None else []
         if plan is None or plan.leads_to_part(hooks):
             self._members = []
             return None
-        plan.locate(tensors, by_place)
+        plan.locate(entries, tensors)
         while len(self._members) < len(flat):
             self._members.append(_Member(plan))
         for k, (own, way) in enumerate(zip(flat, bring, strict=True)):
             if not self._members[k].clean():
                 self._members[k] = _Member(plan)
-            self._members[k].fill(own, way, hooks)
+            self._members[k].fill(entries, own, way, hooks)
         for member in self._members:
             member.count()
         return [member.shells[0] for member in self._members[: len(flat)]]
 
-    def _look(self, parts: list[Module]) -> _Plan | None:
+    def _look(self, parts: list[Module], entries: Entries) -> _Plan | None:
         """Return the plan, with the changes of the module taken over."""
-        if self._plan is not None and self._plan.fits(parts):
+        if self._plan is not None and self._plan.fits(parts, entries):
             changed = self._plan.changed()
             for member in self._members:  # first, in case of Ctrl-C
                 member.stale.update(changed)
             self._plan.take_over(changed)
         else:
             self._members = []
-            self._plan = _Plan(parts) if can_be_kept(parts) else None
+            self._plan = _Plan(parts, entries) if can_be_kept(parts) else None
         return self._plan
 
     def finish(self) -> None:

@@ -23,11 +23,11 @@ def as_new():
     """Compare in each forward inside the context; yield a list, one entry a replica."""
     compared, original = [], Shells.replicas
 
-    def replicas(self, parts, tensors, by_place, flat, bring):
-        made = original(self, parts, tensors, by_place, flat, bring)
+    def replicas(self, parts, entries, tensors, flat, bring):
+        made = original(self, parts, entries, tensors, flat, bring)
         for root, own, way in zip(made or (), flat, bring, strict=False):
             copies = dict(zip(map(id, tensors), own, strict=True))
-            anew = replicate.replica_of(parts, copies, way)
+            anew = replicate.replica_of(parts, entries.dicts, copies, way)
             compare(root, anew)
             compared.append(type(root))
         return made

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -11,7 +12,7 @@ from itertools import pairwise
 import paceline
 import pytest
 import torch
-from programs import X, module
+from programs import X, buffer, module
 from programs.ways import Leading
 from replicas import (
     ON_EACH,
@@ -215,17 +216,44 @@ def test_a_graph_outlives_its_wrapper(wrap):
 # ---- threads, forks, process groups -------------------------------------------------
 
 
+def sets_a_buffer(m, x):
+    m.seen = x.detach().sum(0)
+    return m.layer(x)
+
+
+WRITERS = {
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(),
+    "a new buffer": lambda: module(
+        sets_a_buffer, layer=linear(), seen=buffer(X.sum(0))
+    ),
+    "a new buffer in a new replica": lambda: module(
+        sets_a_buffer, layer=linear(), seen=buffer(X.sum(0)), layers=[linear()]
+    ),
+}
+
+
+@pytest.fixture
+def _switches():
+    """Let threads take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_switches")
+@pytest.mark.parametrize("kind", WRITERS)
 @ON_EACH
-def test_training_in_several_threads_is_no_error_and_keeps_outputs_apart(wrap):
-    """BatchNorm of replica 0 writes to the module while another call looks at it."""
-    made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+def test_training_in_several_threads_is_no_error_and_keeps_outputs_apart(wrap, kind):
+    """Replica 0 writes to the module while another call looks at it."""
+    made = WRITERS[kind]()
     ours = wrap(made)
     batches = [integers(8, 3, seed=seed).to(wrap.device()) for seed in range(4)]
     halves = [[made(half) for half in x.chunk(2)] for x in batches]
 
     def count_wrong(i):
         expected = torch.cat(halves[i])
-        return sum(not torch.allclose(ours(batches[i]), expected) for _ in range(20))
+        return sum(not torch.allclose(ours(batches[i]), expected) for _ in range(40))
 
     assert in_threads(count_wrong) == [0] * 4
 
