@@ -52,7 +52,7 @@ from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Trained, held_by, parts_of
 from paceline._dp.thread_state import State, sees_operations
-from paceline._dp.threads import InsideReplica, ReplicaWatch, Task
+from paceline._dp.threads import InsideReplica, Task, Watch
 from paceline._dp.transfers import tensors_with_graph
 
 _log = logging.getLogger("paceline")
@@ -293,7 +293,7 @@ class Engine:
 
         def call(k: int) -> Any:
             """Return replica `k`'s output, if it wrote only to its own tensors."""
-            run = partial(self._run_or_wait, tasks, k)
+            run = partial(_run_or_wait, tasks[k])
             if k > 0 and not self.is_cpu:
                 run = partial(torch_modes.without_saved_tensors_hooks, run)
             before = originals.put(originals.of_replica(lists, parts, replicas[k]))
@@ -317,9 +317,8 @@ class Engine:
                 watched.look()
             return output
 
-        pool = self._kept.threads
-        start = pool.start if key is not None and not lists else None
-        watch = ReplicaWatch(tasks, start)
+        can_start = key is not None and not lists
+        watch = Watch(tasks, self._kept.threads, can_start=can_start)
         try:
             self._running.add(this)
             self._last_begun = this  # before the next line: threads may switch
@@ -330,18 +329,10 @@ class Engine:
                 )
         finally:
             self._running.discard(this)
-            pool.drain(tasks)
             if key is not None and watch.has_started:
                 self._waiting.add(key)
         has_run_backward = inner is not None and inner.were_seen
         return outputs, True if lists or has_run_backward else draw
-
-    def _run_or_wait(self, tasks: list[Task], k: int) -> Any:
-        """Return the output of a replica, which another thread may have begun."""
-        tasks[k].run()
-        if not tasks[k].wait(0):
-            self._kept.threads.wait(tasks)
-        return tasks[k].take()
 
     def _call_all(
         self, calls: list[Callable[[], Any]]
@@ -374,9 +365,12 @@ class Engine:
         from this thread, it can leave those behind that wait for one that failed.
         """
         before = self._marks()
-        self._kept.threads.run(tasks, is_apart=is_apart)
-        draws = None if self._marks() != before else False
-        return [task.take() for task in tasks], draws
+        with Watch(tasks, self._kept.threads) as watch:
+            watch.start(tasks if is_apart else tasks[1:])
+            if not is_apart:
+                tasks[0].run()
+            outputs = [task.take() for task in tasks]
+        return outputs, None if self._marks() != before else False
 
     # ---- before and after -----------------------------------------------------------
 
@@ -429,6 +423,12 @@ class Engine:
                 "several GPUs cannot be part of a graph; capture the module inside it "
                 "instead, or train with DistributedDataParallel"
             )
+
+
+def _run_or_wait(task: Task) -> Any:
+    """Return the output of a replica, which another thread may have begun."""
+    task.run()
+    return task.take()
 
 
 def _recorded(outputs: Sequence[Any]) -> AbstractContextManager[Any]:

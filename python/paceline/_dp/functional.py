@@ -10,8 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline._dp.data_parallel import DataParallel
 
-_engines: Any = WeakIdKeyDictionary()
-"""Of each module that ``data_parallel`` ran on GPUs: its threads, what it draws."""
+_engines: dict[bool, Any] = {False: WeakIdKeyDictionary(), True: WeakIdKeyDictionary()}
+"""Of each module that ``data_parallel`` ran on the CPU, or on GPUs: its engine."""
 
 
 def data_parallel(
@@ -56,12 +56,11 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     wrapper = DataParallel(module, device_ids, output_device, dim)
-    if wrapper._are_gpus:  # a call beside this one makes its own engine
-        wrapper._engine = _engines.pop(module, None)
+    engines = _engines[wrapper._are_gpus]
+    wrapper._engine = engines.pop(module, None)  # a call beside this one makes its own
     try:
         return wrapper(*inputs, **(module_kwargs or {}))
     finally:
-        engine = wrapper._engine
-        if engine is not None and wrapper._are_gpus:
-            engine.forget_model()
-            _engines[module] = engine
+        if wrapper._engine is not None:
+            wrapper._engine.forget_model()
+            engines[module] = wrapper._engine

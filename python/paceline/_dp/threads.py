@@ -16,6 +16,7 @@ import contextvars
 import copy
 import logging
 import math
+import os
 import queue
 import sys
 import threading
@@ -63,10 +64,10 @@ class Task:
         self.replica = replica
         self._device = device
         self._caller = threading.get_ident()
-        self._is_done = threading.Lock()
-        self._is_done.acquire()
+        self._ending = threading.Lock()
+        self._ending.acquire()
         self.thread: int | None = None
-        self.has_failed = self.is_left_behind = False
+        self.has_ended = self.is_left_behind = False
         self.output: Any = None
         self.error: BaseException | None = None
 
@@ -88,14 +89,14 @@ class Task:
             else:
                 self.output = self._elsewhere(call)
         except BaseException as error:
-            self.has_failed = True
             if is_mine and not isinstance(error, Exception):
                 self.error = error  # Ctrl-C, an exit
             else:
                 self.error = as_of_replica(error, self.replica, self._device)
         finally:
             del call
-            self._is_done.release()
+            self.has_ended = True
+            self._ending.release()
 
     @property
     def has_begun(self) -> bool:
@@ -103,20 +104,19 @@ class Task:
         return not self._calls
 
     def cancel(self) -> None:
-        """Count as done if no thread has begun it."""
+        """Count as ended if no thread has begun it."""
         with contextlib.suppress(IndexError):
             self._calls.pop()
-            self._is_done.release()
+            self.has_ended = True
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it has run, and tell so; an interrupted wait may be repeated."""
-        if not self._is_done.acquire(timeout=timeout_s):
-            return False
-        self._is_done.release()
-        return True
+    def wait(self) -> None:
+        """Wait until it has ended or is left behind; repeat a wait that Ctrl-C ends."""
+        while not (self.has_ended or self.is_left_behind):
+            self._ending.acquire(timeout=PATIENCE_S / 4)
 
     def take(self) -> Any:
-        """Return what the replica returned, or raise what it raised."""
+        """Return what the replica returned, or raise what it raised, once it has."""
+        self.wait()
         error, self.error = self.error, None
         if error is None:
             return self.output
@@ -146,8 +146,6 @@ def _end(inboxes: list[_Inbox]) -> None:
 
 PATIENCE_S = 2.0
 """How long a thread must wait for another one before this counts as a wait for it."""
-_N_TIMES = 15
-"""Any other call may last this many times as long before the log mentions it."""
 _WAITS = (
     "replica %d of DataParallel waits for another thread, and the replicas after it "
     "have not begun: %s. For a BatchNorm over the whole batch use "
@@ -158,22 +156,11 @@ _STAY = (
     "they must run in order under a mode or transform of torch, or if a class has a "
     "list of its layers, so that this call may never end"
 )
-_STOPPED = (
-    "replica %d of DataParallel has been in one call for %d s: if it waits there for a "
-    "replica that has not begun, it never ends; a wait by threading or queue would "
-    "let that replica begin"
-)
 _STUCK = (
-    "replicas %s of DataParallel wait for other threads and do not go on; these have "
-    "failed: %s"
+    "replicas %s of DataParallel wait for other threads and do not go on; errors of "
+    "other replicas: %s"
 )
 _WAITING = (threading.__name__, queue.__name__)
-
-
-def _place_of_call(thread: int) -> Any:
-    """Return where a thread is."""
-    frame = sys._current_frames().get(thread)
-    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def _place_of_wait(thread: int) -> Any:
@@ -191,53 +178,40 @@ def _place_of_wait(thread: int) -> Any:
     return id(frame), frame.f_lasti
 
 
-class _Waits:
-    """Where some threads wait, and since when."""
+class Watch:
+    """Watches the replicas of one call, for those that wait for another thread.
 
-    def __init__(
-        self, place_of: Callable[[int], Any] = _place_of_wait, n_times: int = 1
-    ) -> None:
-        self._place_of = place_of
-        self._n_times = n_times
-        self._places: list[Any] = []
-        self._since = 0.0
-
-    def have_lasted(self, tasks: Sequence[Task]) -> bool:
-        """Tell, once for each wait, whether all tasks have waited for some time."""
-        now, places = time.monotonic(), [self._place_of(t.thread or 0) for t in tasks]
-        if places != self._places or None in places:
-            self._places, self._since = places, now
-        elif now - self._since >= PATIENCE_S * self._n_times:
-            self._since = math.inf
-            return True
-        return False
-
-
-class ReplicaWatch:
-    """Watches replicas that run in order; starts all if one waits for another thread.
+    If the only one that has begun waits, the others begin.  If all wait, and one has
+    failed, they are left behind: their threads may never end, and other ones take their
+    places.  Only the caller's own thread cannot leave a wait.
 
     Parameters
     ----------
     tasks : list of Task
         The replicas.
-    start : callable or None
-        Starts those that have not begun; None: only say that one waits.
+    pool : ThreadPool
+        Runs those that begin beside others.
+    can_start : bool
+        Whether others may begin; else a log only says that one waits.
 
     Attributes
     ----------
     has_started : bool
+        Whether replicas run side by side.
     """
 
     def __init__(
-        self, tasks: list[Task], start: Callable[[Sequence[Task]], None] | None
+        self, tasks: list[Task], pool: ThreadPool, *, can_start: bool = True
     ) -> None:
         self._tasks = tasks
-        self._start = start
-        self._waits = _Waits()
-        self._calls = _Waits(_place_of_call, _N_TIMES)
+        self._pool = pool
+        self._can_start = can_start
+        self._places: list[Any] = []
+        self._since = 0.0
+        self._is_over = False
         self.has_started = False
 
-    def __enter__(self) -> ReplicaWatch:
+    def __enter__(self) -> Watch:
         _watched.add(self)
         if not (_watchers and _watchers[-1].is_alive()):  # the first, or after a fork
             thread = threading.Thread(target=_look, name="paceline-watch", daemon=True)
@@ -246,31 +220,56 @@ class ReplicaWatch:
         return self
 
     def __exit__(self, *ignored: object) -> None:
+        """Leave no thread at work on tasks, even if signals arrive (Ctrl-C)."""
+        self._is_over, self._places = True, []
+        while True:
+            try:
+                for task in self._tasks:
+                    task.cancel()
+                for task in self._tasks:
+                    task.wait()
+                break
+            except KeyboardInterrupt:
+                continue
+        if any(task.is_left_behind for task in self._tasks):
+            self._pool.renew()
         _watched.discard(self)
         self._tasks = []  # the watching thread may hold this object for a while
 
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Have threads run tasks that have not begun."""
+        self.has_started, self._places = True, []
+        self._pool.start(tasks)
+
     def look(self) -> None:
-        """Start the other replicas if the one at work has waited for some time."""
-        at_work = [t for t in self._tasks if t.has_begun and not t.wait(0)]
+        """Start replicas, or leave them behind, if all at work have waited."""
+        at_work = [t for t in self._tasks if t.has_begun and not t.has_ended]
         to_begin = [t for t in self._tasks if not t.has_begun]
-        if not at_work:
+        if not at_work or not self._have_waited(at_work):
             return
         replicas = [task.replica for task in at_work]
-        if to_begin and self._calls.have_lasted(at_work):
-            _log.warning(_STOPPED, replicas[0], PATIENCE_S * _N_TIMES)
-        if not self._waits.have_lasted(at_work):
-            return
         if self.has_started:
-            failed = [t.replica for t in self._tasks if t.has_failed]
-            _log.warning(_STUCK, replicas, failed)
+            errors = [str(t.error) for t in self._tasks if t.error is not None]
+            _log.warning(_STUCK, replicas, "\n".join(errors) or "none")
+            for task in at_work if errors or self._is_over else ():
+                task.is_left_behind = True
         elif to_begin:
-            _log.warning(_WAITS, replicas[0], _GO_ON if self._start else _STAY)
-            if self._start:
-                self.has_started = True
-                self._start(to_begin)
+            _log.warning(_WAITS, replicas[0], _GO_ON if self._can_start else _STAY)
+            if self._can_start:
+                self.start(to_begin)
+
+    def _have_waited(self, tasks: Sequence[Task]) -> bool:
+        """Tell, once for each wait, whether all tasks have waited for some time."""
+        now, places = time.monotonic(), [_place_of_wait(t.thread or 0) for t in tasks]
+        if places != self._places or None in places:
+            self._places, self._since = places, now
+        elif now - self._since >= PATIENCE_S:
+            self._since = math.inf
+            return True
+        return False
 
 
-_watched: set[ReplicaWatch] = set()
+_watched: set[Watch] = set()
 _watchers: list[threading.Thread] = []
 
 
@@ -289,12 +288,16 @@ class ThreadPool:
     """Threads that end with this object."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._inboxes: list[_Inbox] = []
         weakref.finalize(self, _end, self._inboxes)
 
-    def grow(self, n_threads: int) -> None:
-        """Start threads until there are `n_threads`."""
-        while len(self._inboxes) < n_threads:
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Have a thread run each task that has not begun."""
+        if self._process != os.getpid():  # a forked process has none of the threads
+            self._process = os.getpid()
+            self._inboxes.clear()
+        while len(self._inboxes) < len(tasks):
             inbox: _Inbox = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_serve,
@@ -304,54 +307,13 @@ class ThreadPool:
             )
             thread.start()
             self._inboxes.append(inbox)
-
-    def start(self, tasks: Sequence[Task]) -> None:
-        """Have a thread run each task that has not begun."""
-        self.grow(len(tasks))
         for inbox, task in zip(self._inboxes, tasks, strict=False):
             inbox.put(task.run)
 
-    def run(self, tasks: list[Task], *, is_apart: bool = False) -> None:
-        """Run tasks in parallel; return when all are done.
-
-        The first one runs here, unless it `is_apart`.
-        """
-        try:
-            self.start(tasks if is_apart else tasks[1:])
-            if not is_apart:
-                tasks[0].run()
-            self.wait(tasks)
-        finally:
-            self.drain(tasks)
-
-    def wait(self, tasks: list[Task], *, is_over: bool = False) -> None:
-        """Wait until tasks are done; leave those behind that wait for one that failed.
-
-        Their threads may never end: other ones take their places.  If the call
-        `is_over`, leave all behind that wait.
-        """
-        waits = _Waits()
-        while left := [t for t in tasks if not (t.is_left_behind or t.wait(0))]:
-            if left[0].wait(PATIENCE_S) or not waits.have_lasted(left):
-                continue
-            failed = [task.replica for task in tasks if task.has_failed]
-            _log.warning(_STUCK, [task.replica for task in left], failed)
-            if failed or is_over:
-                for task in left:
-                    task.is_left_behind = True
-                _end(self._inboxes)
-                self._inboxes.clear()
-                return
-
-    def drain(self, tasks: list[Task]) -> None:
-        """Leave no thread at work on tasks, even if signals arrive (Ctrl-C)."""
-        for task in tasks:
-            task.cancel()
-        while True:
-            try:
-                return self.wait(tasks, is_over=True)
-            except KeyboardInterrupt:
-                continue
+    def renew(self) -> None:
+        """Let the threads end after their work; others take their places."""
+        _end(self._inboxes)
+        self._inboxes.clear()
 
 
 # ---- exceptions --------------------------------------------------------------------

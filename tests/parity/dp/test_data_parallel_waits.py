@@ -3,15 +3,16 @@
 A wait counts after 2 s: here after 0.05 s.
 """
 
+import contextlib
 import itertools
 import os
 import queue
 import signal
 import threading
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 
+import paceline
 import pytest
 import torch
 from paceline._dp import threads
@@ -72,6 +73,17 @@ def sums_up(m, x):
     return m.last(y + m.meeting.total(y.sum(0)))
 
 
+@ON_EACH
+def test_the_function_learns_once_that_replicas_wait(wrap, caplog):
+    ours = wrap(module(sums_up, first=linear(), last=net(), meeting=Barrier(1)))
+    inner, expected = ours.module, ours.module(X.to(wrap.device()))
+    inner.meeting = Barrier(2)
+    for _ in range(3):
+        out = paceline.data_parallel(inner, X, ours.device_ids)
+        assert torch.equal(out, expected)
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("kind", [Barrier, Master])
 @ON_EACH
@@ -90,6 +102,18 @@ def test_replicas_that_wait_for_one_another_give_the_plain_results(
     (training, evaluation) = [r.getMessage() for r in caplog.records]
     assert training == evaluation
     assert "torch.nn.SyncBatchNorm over ranks" in training
+
+
+def test_a_forked_child_may_run_replicas_that_wait(wrap):
+    ours = wrap(module(sums_up, first=linear(), last=net(), meeting=Barrier(1)))
+    ours.module.meeting = Barrier(2)
+    _, expected = ours(X), ours(X)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(not torch.equal(ours(X), expected))
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(ours(X), expected)
 
 
 def waits_or_fails(m, x):
@@ -155,19 +179,9 @@ class Mode(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
-WAITS = {
-    "under a mode": (Mode, queue.Queue, "this call may never end"),
-    "in a call of C": (nullcontext, queue.SimpleQueue, "has been in one call for 1 s"),
-}
-
-
-@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-@ON_EACH
-def test_a_wait_that_threads_cannot_end_is_told_of(wrap, wait, caplog, monkeypatch):
-    monkeypatch.setattr(threads, "_N_TIMES", 20)
-    mode, kind, words = wait
-    ours, box = waiting(wrap)
-    box.answers = kind()
+@contextlib.contextmanager
+def answered_after(words, box, caplog):
+    """Answer the replica that waits once the log has these words."""
 
     def answer():
         while words not in caplog.text:
@@ -176,10 +190,31 @@ def test_a_wait_that_threads_cannot_end_is_told_of(wrap, wait, caplog, monkeypat
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with mode():
-        out = ours(rows(1, 0))
+    yield
     thread.join()
+
+
+@ON_EACH
+def test_a_wait_that_threads_cannot_end_is_told_of(wrap, caplog):
+    ours, box = waiting(wrap)
+    with answered_after("this call may never end", box, caplog), Mode():
+        out = ours(rows(1, 0))
     assert torch.equal(out, ours.module.layer(rows(1, 0).to(out.device)))
+
+
+@ON_EACH
+def test_a_first_call_that_waits_for_a_failed_replica_logs_the_error(wrap, caplog):
+    """Later calls raise it, and leave the replica behind that waits."""
+    ours, box = waiting(wrap)
+    failure = pytest.raises(ValueError, match=r"in replica 1 (?s:.)*no answer")
+    with answered_after("ValueError: no answer", box, caplog), failure:
+        ours(rows(1, 2))
+    for _ in range(2):
+        with failure:
+            ours(rows(1, 2))
+        assert torch.equal(ours(ROWS), ours.module(ROWS.to(wrap.device())))
+    for _ in range(2):
+        box.answers.put(0)
 
 
 # ---- a forward that waits for a thread -----------------------------------------------
