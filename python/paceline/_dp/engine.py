@@ -369,7 +369,9 @@ class Engine:
             watch.start(tasks if is_apart else tasks[1:])
             if not is_apart:
                 tasks[0].run()
-            outputs = [task.take() for task in tasks]
+            for task in tasks:  # all run, even if one has failed
+                task.wait()
+        outputs = [task.take() for task in tasks]
         return outputs, None if self._marks() != before else False
 
     # ---- before and after -----------------------------------------------------------

@@ -10,8 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline._dp.data_parallel import DataParallel
 
-_engines: dict[bool, Any] = {False: WeakIdKeyDictionary(), True: WeakIdKeyDictionary()}
-"""Of each module that ``data_parallel`` ran on the CPU, or on GPUs: its engine."""
+_engines: Any = WeakIdKeyDictionary()
+"""Of each module that ``data_parallel`` ran: threads, what it draws, if it waits."""
 
 
 def data_parallel(
@@ -56,11 +56,12 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     wrapper = DataParallel(module, device_ids, output_device, dim)
-    engines = _engines[wrapper._are_gpus]
-    wrapper._engine = engines.pop(module, None)  # a call beside this one makes its own
+    engine = _engines.pop(module, None)  # a call beside this one makes its own
+    if engine is not None and engine.is_cpu != wrapper._are_gpus:
+        wrapper._engine = engine
     try:
         return wrapper(*inputs, **(module_kwargs or {}))
     finally:
         if wrapper._engine is not None:
             wrapper._engine.forget_model()
-            engines[module] = wrapper._engine
+            _engines[module] = wrapper._engine
