@@ -73,6 +73,7 @@ def sums_up(m, x):
     return m.last(y + m.meeting.total(y.sum(0)))
 
 
+@torch.no_grad()  # a Barrier keeps graphs, and these keep their module
 @ON_EACH
 def test_the_function_learns_once_that_replicas_wait(wrap, caplog):
     ours = wrap(module(sums_up, first=linear(), last=net(), meeting=Barrier(1)))
