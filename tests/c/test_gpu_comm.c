@@ -393,7 +393,7 @@ TEST(means_that_are_lost_at_a_worlds_end_are_reported_to_all)
     run_slow_worlds(2, 300 * PLI_MS, end_beyond_the_deadline);
 }
 
-/* Rank 0 is done and leaves while rank 1's device is still at the same, old operation. */
+/* Rank 0 leaves while rank 1's device is still at the same, old operation. */
 static void leave_before_a_late_device(gpu_rank *self)
 {
     const int64_t done_ns = atomic_load(&done_at_ns);
