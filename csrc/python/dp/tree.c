@@ -381,11 +381,9 @@ static const struct {
 static int open_as(const module_state *state, PyObject *value, int kind,
                    pli_container *out)
 {
-    *out = (pli_container){.value = value};
-    if (kind > PLI_CONSTANT) {
-        out->kind = (pli_kind)kind;
+    *out = (pli_container){.kind = (pli_kind)kind, .value = value};
+    if (kind >= 0)
         kinds[kind].open(state, out);
-    }
     return out->children != NULL ? 0 : -1;
 }
 
