@@ -99,6 +99,11 @@ static int type_has(PyTypeObject *type, PyObject *name)
     return PyObject_HasAttr((PyObject *)type, name);
 }
 
+static int is_named(const module_state *state, PyTypeObject *type)
+{
+    return type_has(type, state->name__fields) && type_has(type, state->name__make);
+}
+
 static int kind_of_other(const module_state *state, PyObject *value)
 {
     PyTypeObject *type = Py_TYPE(value);
@@ -118,9 +123,7 @@ static int kind_of_other(const module_state *state, PyObject *value)
     if (PyErr_Occurred())
         return -1;
     if (PyTuple_Check(value))
-        return type_has(type, state->name__fields) && type_has(type, state->name__make)
-                   ? PLI_NAMED
-                   : PLI_TUPLE;
+        return is_named(state, type) ? PLI_NAMED : PLI_TUPLE;
     if (PyList_Check(value))
         return PLI_LIST;
     if (PyDict_Check(value))
@@ -381,9 +384,11 @@ static const struct {
 static int open_as(const module_state *state, PyObject *value, int kind,
                    pli_container *out)
 {
-    *out = (pli_container){.kind = (pli_kind)kind, .value = value};
-    if (kind >= 0)
-        kinds[kind].open(state, out);
+    *out = (pli_container){.value = value};
+    if (kind < 0 || kinds[kind].open == NULL) /* an error, or no container */
+        return -1;
+    out->kind = (pli_kind)kind;
+    kinds[kind].open(state, out);
     return out->children != NULL ? 0 : -1;
 }
 

@@ -273,7 +273,8 @@ def fill(
         entries = held[kind] = of.copy()
         for name, entry in entries.items():
             if entry is not None:
-                entries[name] = copies[id(entry)]
+                # A part that another thread's call has just put here is shared.
+                entries[name] = copies.get(id(entry), entry)
     held["zero_grad"] = _zero_nothing
     for name in HOOKS:
         hooks = held.get(name)

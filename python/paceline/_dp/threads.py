@@ -11,7 +11,6 @@ as in a synchronised BatchNorm, threads begin the others.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import copy
 import logging
@@ -59,14 +58,15 @@ class Task:
     def __init__(
         self, call: Callable[[], Any], replica: int, device: torch.device
     ) -> None:
-        self._calls = [call]
+        self._call: Callable[[], Any] | None = call
+        # Who has begun it, 0 if cancelled: in one step, since a signal may come.
+        self._claim: dict[str, int] = {}
         self._elsewhere: Callable[[Callable[[], Any]], Any] | None = None
         self.replica = replica
         self._device = device
         self._caller = threading.get_ident()
         self._ending = threading.Lock()
         self._ending.acquire()
-        self.thread: int | None = None
         self.has_ended = self.is_left_behind = False
         self.output: Any = None
         self.error: BaseException | None = None
@@ -77,41 +77,43 @@ class Task:
 
     def run(self) -> None:
         """Run the call; keep its output or its error, and raise nothing."""
-        try:
-            call = self._calls.pop()
-        except IndexError:  # begun by another thread
+        mine = threading.get_ident()
+        if self._claim.setdefault("thread", mine) != mine:
             return
-        self.thread = threading.get_ident()
-        is_mine = self.thread == self._caller
         try:
-            if is_mine or self._elsewhere is None:
+            call, self._call = self._call, None
+            assert call is not None, "a task runs once"
+            if mine == self._caller or self._elsewhere is None:
                 self.output = call()
             else:
                 self.output = self._elsewhere(call)
         except BaseException as error:
-            if is_mine and not isinstance(error, Exception):
+            if mine == self._caller and not isinstance(error, Exception):
                 self.error = error  # Ctrl-C, an exit
             else:
                 self.error = as_of_replica(error, self.replica, self._device)
         finally:
-            del call
+            call = None
             self.has_ended = True
             self._ending.release()
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a thread runs it, or has run it."""
-        return not self._calls
+    def thread(self) -> int | None:
+        """The thread that runs it, or has run it; 0 if it is cancelled."""
+        return self._claim.get("thread")
 
     def cancel(self) -> None:
         """Count as ended if no thread has begun it."""
-        with contextlib.suppress(IndexError):
-            self._calls.pop()
+        if self._claim.setdefault("thread", 0) == 0:
             self.has_ended = True
 
     def wait(self) -> None:
-        """Wait until it has ended or is left behind; repeat a wait that Ctrl-C ends."""
-        while not (self.has_ended or self.is_left_behind):
+        """Wait until it has ended or is left behind.
+
+        A signal may have broken it off on this thread: there is nothing to wait for.
+        """
+        mine = threading.get_ident()
+        while not (self.has_ended or self.is_left_behind or self.thread == mine):
             self._ending.acquire(timeout=PATIENCE_S / 4)
 
     def take(self) -> Any:
@@ -220,7 +222,7 @@ class Watch:
         return self
 
     def __exit__(self, *ignored: object) -> None:
-        """Leave no thread at work on tasks, even if signals arrive (Ctrl-C)."""
+        """Leave no thread at work on tasks, even if signal handlers raise (Ctrl-C)."""
         self._is_over, self._places = True, []
         while True:
             try:
@@ -229,7 +231,7 @@ class Watch:
                 for task in self._tasks:
                     task.wait()
                 break
-            except KeyboardInterrupt:
+            except BaseException:  # of a signal; the call raises the first one
                 continue
         if any(task.is_left_behind for task in self._tasks):
             self._pool.renew()
@@ -243,16 +245,17 @@ class Watch:
 
     def look(self) -> None:
         """Start replicas, or leave them behind, if all at work have waited."""
-        at_work = [t for t in self._tasks if t.has_begun and not t.has_ended]
-        to_begin = [t for t in self._tasks if not t.has_begun]
+        at_work = [t for t in self._tasks if t.thread and not t.has_ended]
+        to_begin = [t for t in self._tasks if t.thread is None]
         if not at_work or not self._have_waited(at_work):
             return
         replicas = [task.replica for task in at_work]
         if self.has_started:
-            errors = [str(t.error) for t in self._tasks if t.error is not None]
-            _log.warning(_STUCK, replicas, "\n".join(errors) or "none")
+            errors = [t.error for t in self._tasks if t.error is not None]
             for task in at_work if errors or self._is_over else ():
                 task.is_left_behind = True
+            texts = ["".join(traceback.format_exception(error)) for error in errors]
+            _log.warning(_STUCK, replicas, "\n".join(texts) or "none")
         elif to_begin:
             _log.warning(_WAITS, replicas[0], _GO_ON if self._can_start else _STAY)
             if self._can_start:
@@ -277,7 +280,10 @@ def _look() -> None:
     while True:
         time.sleep(PATIENCE_S / 4)
         for watch in list(_watched):
-            watch.look()
+            try:
+                watch.look()
+            except Exception:  # of a logging handler
+                traceback.print_exc()
             del watch  # or it would be held during the sleep
 
 

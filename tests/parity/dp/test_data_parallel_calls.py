@@ -221,7 +221,13 @@ def sets_a_buffer(m, x):
     return m.layer(x)
 
 
+def sets_a_part(m, x):
+    m.part = nn.ReLU()
+    return m.part(m.layer(x))
+
+
 WRITERS = {
+    "a new part": lambda: module(sets_a_part, layer=linear(), part=nn.ReLU()),
     "BatchNorm": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double(),
     "a new buffer": lambda: module(
         sets_a_buffer, layer=linear(), seen=buffer(X.sum(0))

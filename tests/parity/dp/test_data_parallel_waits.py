@@ -117,6 +117,13 @@ def test_a_forked_child_may_run_replicas_that_wait(wrap):
     assert torch.equal(ours(X), expected)
 
 
+class NoAnswer(ValueError):
+    """Has no text once its arguments are changed."""
+
+    def __str__(self):
+        return "{}, {}".format(*self.args)
+
+
 def waits_or_fails(m, x):
     """Rows of 1 wait for an answer; rows of 2 fail once others have begun to wait."""
     if x[0, 0] == 1:
@@ -124,13 +131,15 @@ def waits_or_fails(m, x):
         m.box.answers.get(timeout=60)
     if x[0, 0] == 2:
         m.box.begun.get(timeout=60)
-        raise ValueError("no answer")
+        raise m.box.error
     return m.layer(x)
 
 
 def waiting(wrap):
     ours = wrap(module(waits_or_fails, layer=linear()))
-    box = ours.module.box = SimpleNamespace(begun=queue.Queue(), answers=queue.Queue())
+    box = ours.module.box = SimpleNamespace(
+        begun=queue.Queue(), answers=queue.Queue(), error=ValueError("no answer")
+    )
     return ours, box
 
 
@@ -150,7 +159,10 @@ def test_an_error_does_not_wait_for_a_replica_that_waits_for_the_failed_one(wrap
         with pytest.raises(ValueError, match=r"in replica 0 (?s:.)*no answer"):
             ours(rows(2, 1))
         assert torch.equal(ours(ROWS), ours.module(ROWS.to(wrap.device())))
-    for _ in range(2):
+    box.error = NoAnswer("no", "answer")
+    with pytest.raises(NoAnswer):
+        ours(rows(2, 1))
+    for _ in range(3):
         box.answers.put(0)
 
 
