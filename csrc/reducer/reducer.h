@@ -170,6 +170,10 @@ pl_status pl_reducer_check_forwards(const pl_reducer *reducer) PL_MUST_USE;
 /* In place of `end`, on every rank: drops the means. */
 void pl_reducer_discard(pl_reducer *reducer);
 
+/* Between steps: this rank gives up the next step.  If peers have failed it too, this
+ * counts as the same failure: recover() then recovers at once, without PL_EPEER. */
+void pl_reducer_skip(pl_reducer *reducer);
+
 /* ---- ranks without gradients ---------------------------------------------------- */
 
 /* A rank's role in a step; a rank is active by default. */

@@ -438,6 +438,12 @@ void pl_reducer_discard(pl_reducer *self)
         pl_reducer_fail(self, NULL);
 }
 
+void pl_reducer_skip(pl_reducer *self)
+{
+    if (self->phase == REDUCER_IDLE && pl_comm_progress(self->comm) != PL_OK)
+        self->phase = REDUCER_FAILED;
+}
+
 /* ---- the same step -------------------------------------------------------------- */
 
 /* Steps are paired by their order alone.  A rank that catches an exception between

@@ -4,7 +4,6 @@ Ranks claim to be on different hosts, or are in network namespaces.  GPUs are si
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import time
@@ -40,11 +39,9 @@ def fail(*_):
 
 
 @contextlib.contextmanager
-def failing(model, where="backward"):
-    """Make the forwards or the backwards of a model fail within this context."""
-    norm = model.module.norm
-    add_hook = {"forward": norm.register_forward_hook}
-    hook = add_hook.get(where, norm.weight.register_hook)(fail)
+def failing(model):
+    """Make the backwards of a model fail within this context."""
+    hook = model.module.norm.weight.register_hook(fail)
     yield
     hook.remove()
 
@@ -72,17 +69,16 @@ def steps_of_both(ours, rank):
 
 
 def fail_in_turn(rank, hosts):
-    """Have each rank fail in two steps; return the model, which can train on."""
+    """Have each rank fail in a step; return the model, which can train on."""
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(Net())
-    places = itertools.product(range(hosts.world_size), ("forward", "backward"))
-    for culprit, where in places:
+    for culprit in range(hosts.world_size):
         x = torch.full((4, 20), 0.1 * rank)
         model(x, True).square().mean().backward()
         is_mine = rank == culprit
         # A slow rank raises in its forward, when it waits for buffers.
         with (
-            failing(model, where) if is_mine else contextlib.nullcontext(),
+            failing(model) if is_mine else contextlib.nullcontext(),
             pytest.raises(
                 OSError if is_mine else paceline.PeerError, match="no port"
             ) as caught,

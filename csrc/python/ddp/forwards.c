@@ -13,8 +13,6 @@
  */
 #include "forwards.h"
 
-#include <string.h>
-
 #include "module_buffers.h"
 
 uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs,
@@ -64,14 +62,16 @@ static int is_in_training(const forward_counts *forwards)
 void pli_forwards_send(reducer_object *self)
 {
     const forward_counts *forwards = &self->forwards;
-    pl_forwards counts = {.n = forwards->n_training + forwards->n_failed,
+    const unsigned n_raised = forwards->n_raised[MODE_TRAINING];
+    pl_forwards counts = {.n = forwards->n_training + n_raised + forwards->n_failed,
                           .n_answered = forwards->n_answered[MODE_TRAINING],
                           .n_unanswered = forwards->n_unanswered[MODE_TRAINING] +
-                                          forwards->n_failed_unanswered};
+                                          n_raised + forwards->n_failed_unanswered};
     if (!is_in_training(forwards)) {
-        counts.n = (unsigned)(forwards->n - forwards->n_before);
+        const unsigned n_more = forwards->n_raised[MODE_EVALUATION];
+        counts.n = (unsigned)(forwards->n - forwards->n_before) + n_raised + n_more;
         counts.n_answered += forwards->n_answered[MODE_EVALUATION];
-        counts.n_unanswered += forwards->n_unanswered[MODE_EVALUATION];
+        counts.n_unanswered += forwards->n_unanswered[MODE_EVALUATION] + n_more;
     }
     pl_reducer_set_forwards(self->reducer, &counts);
 }
@@ -79,11 +79,14 @@ void pli_forwards_send(reducer_object *self)
 /* Counts as if the last step ended n forwards ago, and all n were training ones. */
 static void count_from(forward_counts *forwards, unsigned n)
 {
-    forwards->n_before = forwards->n >= n ? forwards->n - n : 0;
-    forwards->n_training = n;
-    memset(forwards->n_answered, 0, sizeof forwards->n_answered);
-    memset(forwards->n_unanswered, 0, sizeof forwards->n_unanswered);
-    forwards->n_answered[MODE_TRAINING] = n;
+    *forwards = (forward_counts){.n = forwards->n,
+                                 .n_before = forwards->n >= n ? forwards->n - n : 0,
+                                 .n_over = forwards->n_over,
+                                 .n_training = n,
+                                 .n_answered[MODE_TRAINING] = n,
+                                 .n_in_step = forwards->n_in_step,
+                                 .n_failed = forwards->n_failed,
+                                 .n_failed_unanswered = forwards->n_failed_unanswered};
 }
 
 void pli_forwards_end_step(reducer_object *self, int is_taken)
@@ -95,16 +98,18 @@ void pli_forwards_end_step(reducer_object *self, int is_taken)
     if (self->options.ends_with_step)
         forwards->n_over = forwards->n;
     if (is_taken)
-        forwards->n_in_step = forwards->n_answered[MODE_TRAINING];
+        forwards->n_in_step =
+            forwards->n_training - forwards->n_unanswered[MODE_TRAINING];
     forwards->n_failed = forwards->n_failed_unanswered = 0;
     count_from(forwards, 0);
 }
 
-void pli_forwards_fail(reducer_object *self, forward_mode mode)
+void pli_forwards_raise(reducer_object *self, forward_mode mode)
 {
-    const uint64_t token = pli_forwards_end(self, OUTPUTS_WATCHED, mode);
-    if (!self->comm->is_failure_final)
-        pli_forwards_answer(self, token);
+    if (pl_reducer_has_failed(self->reducer))
+        self->forwards.n_failed += mode == MODE_TRAINING;
+    else
+        self->forwards.n_raised[mode]++;
 }
 
 void pli_forwards_fail_step(reducer_object *self)
@@ -112,23 +117,25 @@ void pli_forwards_fail_step(reducer_object *self)
     forward_counts *forwards = &self->forwards;
     const unsigned n = (unsigned)(forwards->n - forwards->n_before);
     if (!self->comm->is_failure_final) {
-        forwards->n_failed_unanswered += forwards->n_unanswered[MODE_TRAINING];
+        forwards->n_failed_unanswered +=
+            forwards->n_unanswered[MODE_TRAINING] + forwards->n_raised[MODE_TRAINING];
         return;
     }
     forwards->n_unanswered[MODE_TRAINING] = forwards->n_training;
     forwards->n_unanswered[MODE_EVALUATION] = n - forwards->n_training;
 }
 
-/* Ranks of a program with one forward for each step show by their counts whether they
- * have failed the same steps.  With several, ranks differ in how many they have run
- * when a step fails. */
+/* If each step has one forward, the counts show which ranks have left out one, even
+ * over failed steps.  If it has several, ranks differ in how many they have run when a
+ * step fails, so they count afresh. */
 void pli_forwards_restart(reducer_object *self, unsigned n)
 {
     forward_counts *forwards = &self->forwards;
+    const unsigned n_run = forwards->n_training + forwards->n_raised[MODE_TRAINING];
     if (forwards->n_in_step > 1)
-        forwards->n_failed_unanswered = 0;
-    else if (forwards->n_training > n)
-        forwards->n_failed += forwards->n_training - n;
+        forwards->n_failed = forwards->n_failed_unanswered = 0;
+    else if (n_run > n)
+        forwards->n_failed += n_run - n;
     count_from(forwards, n);
     pli_buffers_forget(self);
 }

@@ -23,9 +23,9 @@ void pli_forwards_send(reducer_object *self);
 /* A step is over; its results were taken, or dropped. */
 void pli_forwards_end_step(reducer_object *self, int is_taken);
 
-/* A synchronised forward raised.  The step that fails with it answers it; in a world
- * that cannot recover, no step does. */
-void pli_forwards_fail(reducer_object *self, forward_mode mode);
+/* A synchronised forward raised: no backward of it follows.  If a peer has failed the
+ * step, this rank has given up the same one. */
+void pli_forwards_raise(reducer_object *self, forward_mode mode);
 
 /* A step has failed.  In a world that cannot recover, the step may be undone, so no
  * forward since the last one counts as answered. */

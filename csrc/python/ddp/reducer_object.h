@@ -100,9 +100,10 @@ typedef struct forward_counts {
     unsigned n_training;          /* since the last step, in training mode */
     unsigned n_answered[N_MODES]; /* their backward began since the last step */
     unsigned
-        n_unanswered[N_MODES]; /* watched since the last step, and no backward yet */
-    unsigned n_in_step;        /* answered in training mode in the last taken step */
-    /* In training mode, of steps that failed after it. */
+        n_unanswered[N_MODES];  /* watched since the last step, and no backward yet */
+    unsigned n_raised[N_MODES]; /* raised, since the last step */
+    unsigned n_in_step;         /* answered in the last step, in training mode */
+    /* In training mode, in steps that failed since the last one. */
     unsigned n_failed, n_failed_unanswered;
 } forward_counts;
 

@@ -580,7 +580,8 @@ static int leave_failure(reducer_object *self)
     if (!self->sync.is_on || !pl_reducer_has_failed(self->reducer))
         return 0;
     if (pli_step_recover(self) != 0) {
-        (void)pli_forwards_end(self, OUTPUTS_WATCHED, MODE_TRAINING);
+        self->forwards.n_failed++; /* this forward has no backward */
+        self->forwards.n_failed_unanswered++;
         return -1;
     }
     pli_forwards_restart(self, 0);
@@ -655,22 +656,19 @@ static PyObject *reducer_await_backward(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-/* This rank has no backward for the step, so it fails the step on every rank.  In a
- * world that cannot recover, the next step's flags show a forward without a backward.
- */
-static PyObject *reducer_forward_fails(PyObject *object, PyObject *args)
+static PyObject *reducer_forward_fails(PyObject *object, PyObject *argument)
 {
     PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
-    const char *text = NULL;
-    int is_training;
-    if (!PyArg_ParseTuple(args, "sp:forward_fails", &text, &is_training))
+    const int is_training = PyObject_IsTrue(argument);
+    if (is_training < 0)
         return NULL;
     if (!self->sync.is_on || is_in_backward(state_of(object)))
         Py_RETURN_NONE;
-    pli_forwards_fail(self, is_training ? MODE_TRAINING : MODE_EVALUATION);
-    if (!self->comm->is_failure_final && !pl_reducer_has_failed(self->reducer))
-        pli_step_fail(self, text);
+    pl_reducer_skip(self->reducer);
+    if (pl_reducer_has_failed(self->reducer))
+        pli_forwards_fail_step(self);
+    pli_forwards_raise(self, is_training ? MODE_TRAINING : MODE_EVALUATION);
     Py_RETURN_NONE;
 }
 
@@ -690,9 +688,9 @@ static PyObject *reducer_sync_buffers(PyObject *object, PyObject *ignored)
         Py_RETURN_NONE;
     if (pli_buffers_sync(self) == 0)
         Py_RETURN_NONE;
-    pli_forwards_fail(self, MODE_TRAINING);
     if (!pl_reducer_has_failed(self->reducer))
         pli_step_fail_with_exception(self);
+    pli_forwards_raise(self, MODE_TRAINING);
     return NULL;
 }
 
@@ -808,9 +806,10 @@ static PyMethodDef reducer_methods[] = {
     {"await_backward", reducer_await_backward, METH_NOARGS,
      "await_backward($self, /)\n--\n\nTreat the next backward as that of a "
      "synchronised forward."},
-    {"forward_fails", reducer_forward_fails, METH_VARARGS,
-     "forward_fails($self, text, is_training, /)\n--\n\nThe forward begun last has "
-     "raised: give up its step, on every rank.  text says why."},
+    {"forward_fails", reducer_forward_fails, METH_O,
+     "forward_fails($self, is_training, /)\n--\n\nThe forward begun last has raised: "
+     "no "
+     "backward of it follows."},
     {"sync_buffers", reducer_sync_buffers, METH_NOARGS,
      "sync_buffers($self, /)\n--\n\nIn a training forward on the CPU: take over rank "
      "0's current buffers."},

@@ -51,8 +51,11 @@ class ForwardPass:
         self._token = self._reducer.forward_ends(is_watched, is_training)
 
     def forward_fails(self, is_training: bool) -> None:
-        """Give up the step on every rank: the module has raised."""
-        self._reducer.forward_fails(traceback.format_exc(), is_training)
+        """Report that the module has raised, so that no backward follows."""
+        self._reducer.forward_fails(is_training)
+        session = self._session()
+        if session is not None:
+            session.world.note_exception(traceback.format_exc())
 
     def __call__(self, gradient: torch.Tensor) -> None:
         reducer, session = self._reducer, self._session()
