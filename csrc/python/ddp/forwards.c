@@ -100,7 +100,7 @@ void pli_forwards_end_step(reducer_object *self, int is_taken)
     if (is_taken)
         forwards->n_in_step =
             forwards->n_training - forwards->n_unanswered[MODE_TRAINING];
-    forwards->n_failed = forwards->n_failed_unanswered = 0;
+    pli_forwards_forget_failed(self);
     count_from(forwards, 0);
 }
 
@@ -138,4 +138,11 @@ void pli_forwards_restart(reducer_object *self, unsigned n)
         forwards->n_failed += n_run - n;
     count_from(forwards, n);
     pli_buffers_forget(self);
+}
+
+void pli_forwards_forget_failed(reducer_object *self)
+{
+    forward_counts *forwards = &self->forwards;
+    forwards->n_failed = forwards->n_failed_unanswered = 0;
+    forwards->n_raised[MODE_TRAINING] = forwards->n_raised[MODE_EVALUATION] = 0;
 }

@@ -102,8 +102,9 @@ typedef struct forward_counts {
     unsigned
         n_unanswered[N_MODES];  /* watched since the last step, and no backward yet */
     unsigned n_raised[N_MODES]; /* raised, since the last step */
-    unsigned n_in_step;         /* answered in the last step, in training mode */
-    /* In training mode, in steps that failed since the last one. */
+    /* In training mode: of the last step whose results were taken, without those left
+     * out; and, of steps that failed since then, all, and those left out. */
+    unsigned n_in_step;
     unsigned n_failed, n_failed_unanswered;
 } forward_counts;
 

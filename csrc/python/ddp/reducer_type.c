@@ -807,9 +807,8 @@ static PyMethodDef reducer_methods[] = {
      "await_backward($self, /)\n--\n\nTreat the next backward as that of a "
      "synchronised forward."},
     {"forward_fails", reducer_forward_fails, METH_O,
-     "forward_fails($self, is_training, /)\n--\n\nThe forward begun last has raised: "
-     "no "
-     "backward of it follows."},
+     "forward_fails($self, is_training, /)\n--\n\nThe forward begun last has raised, "
+     "so no backward of it follows."},
     {"sync_buffers", reducer_sync_buffers, METH_NOARGS,
      "sync_buffers($self, /)\n--\n\nIn a training forward on the CPU: take over rank "
      "0's current buffers."},

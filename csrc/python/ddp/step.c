@@ -459,6 +459,7 @@ PyObject *pli_join_set(PyObject *object, PyObject *args)
         return NULL;
     self->join.divisor = divides_by_active ? DIVIDE_BY_N_ACTIVE : DIVIDE_BY_WORLD_SIZE;
     pl_reducer_reset_participation(self->reducer);
+    pli_forwards_forget_failed(self);
     self->join.end = raises ? JOIN_RAISES : JOIN_GOES_ON;
     Py_RETURN_NONE;
 }
