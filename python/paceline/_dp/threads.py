@@ -59,7 +59,7 @@ class Task:
         self, call: Callable[[], Any], replica: int, device: torch.device
     ) -> None:
         self._call: Callable[[], Any] | None = call
-        # Who has begun it, 0 if cancelled: in one step, since a signal may come.
+        # The thread that has begun it; 0 if cancelled. One step: a signal may come.
         self._claim: dict[str, int] = {}
         self._elsewhere: Callable[[Callable[[], Any]], Any] | None = None
         self.replica = replica
