@@ -133,7 +133,7 @@ void pli_forwards_restart(reducer_object *self, unsigned n)
     forward_counts *forwards = &self->forwards;
     const unsigned n_run = forwards->n_training + forwards->n_raised[MODE_TRAINING];
     if (forwards->n_in_step > 1)
-        forwards->n_failed = forwards->n_failed_unanswered = 0;
+        pli_forwards_forget_failed(self);
     else if (n_run > n)
         forwards->n_failed += n_run - n;
     count_from(forwards, n);

@@ -34,7 +34,8 @@ void pli_forwards_fail_step(reducer_object *self);
 /* A failed step was left behind, in the n-th forward of the next step. */
 void pli_forwards_restart(reducer_object *self, unsigned n);
 
-/* A join context begins or ends: ranks that left it by an exception are together. */
+/* Forgets what steps that failed have counted.  For a join context that begins or ends:
+ * ranks that left it by an exception are together. */
 void pli_forwards_forget_failed(reducer_object *self);
 
 #endif
