@@ -104,11 +104,6 @@ pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
     return comm->ops->wait(comm, ticket, slice_ns);
 }
 
-pl_status pl_comm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
-{
-    return comm->ops->recover(comm, slice_ns, out);
-}
-
 void pl_comm_abort(pl_comm *comm, const char *message)
 {
     if (comm != NULL)

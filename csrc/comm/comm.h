@@ -38,7 +38,7 @@ struct pli_memory_ref {
 typedef enum pli_query {
     PLI_QUERY_GONE,  /* fails if a rank is gone; does not fail the world */
     PLI_QUERY_STEP,  /* fails if the step has failed, on any rank */
-    PLI_QUERY_WORLD, /* fails if no step can follow: a rank is gone or timed out */
+    PLI_QUERY_WORLD, /* fails if a rank is gone or timed out; not if one has raised */
 } pli_query;
 
 /* The memory that steps reduce, from least_bytes to most_bytes at a time. */
@@ -59,7 +59,6 @@ typedef struct pl_comm_ops {
     /* Whether the operation is known to be done on every rank; any thread. */
     int (*is_done)(pl_comm *comm, pl_ticket ticket);
     pl_status (*wait)(pl_comm *comm, pl_ticket ticket, int64_t slice_ns);
-    pl_status (*recover)(pl_comm *comm, int64_t slice_ns, pl_recovery *out);
     void (*abort)(pl_comm *comm, const char *message);
     void (*record_activity)(pl_comm *comm, pl_activity activity, uint64_t step);
     void (*set_failure_message)(pl_comm *comm, const char *message);
@@ -72,8 +71,6 @@ typedef struct pl_comm_ops {
 
 /* Further functions of a world whose ranks share memory. */
 typedef struct pli_host_ops {
-    /* Like abort, but permanent: nothing recovers from it. */
-    void (*end)(pl_comm *comm, const char *message);
     /* Leaves a bit for the peers as the n-th notice since the last issued operation,
      * with n from 1 to PLI_MOST_NOTICES.  Every rank passes this point.  One store. */
     void (*notify)(pl_comm *comm, unsigned n, unsigned bit);
@@ -95,9 +92,12 @@ typedef struct pli_device_ops {
     /* Orders later work on `stream` after all device operations issued so far, which
      * are enqueued by then. */
     pl_status (*order)(pl_comm *comm, pl_stream *stream);
-    /* Orders the world's later work, and the release of its memory, after the work on
-     * `stream`.  Call after a failed step, whose work may still touch the memory. */
+    /* Orders the release of the world's memory after the work on `stream`.  Call after
+     * a failed step, whose work may still touch the memory. */
     void (*follow)(pl_comm *comm, pl_stream *stream);
+    /* After a failure: PL_EPEER if this device has lost means of a finished step, so
+     * that the ranks' weights may differ.  Then leaves the world, with that message. */
+    pl_status (*check_means)(pl_comm *comm);
     /* retain_memory() returns a new reference to the present device memory.  renew()
      * gives the world other memory with undefined contents; no operation may be in
      * flight.  Retained memory stays valid.  Neither call is collective. */
@@ -130,7 +130,6 @@ struct pl_comm {
     pl_backend *backend; /* of device_memory; NULL if none; borrowed */
     size_t chunk_bytes;  /* best size of operations for a long range */
     int is_group_comm;
-    int is_failure_final;   /* recover() always fails: a failed step ends the world */
     pli_recorder *recorder; /* of this rank's steps; NULL if none; borrowed */
 };
 

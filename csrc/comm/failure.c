@@ -13,14 +13,12 @@ enum { MESSAGE_TIMEOUT_MS = 400 };
 
 static uint64_t pack(const pli_failure *failure)
 {
-    return failure->epoch << 32 | (uint64_t)(uint16_t)failure->rank << 16 |
-           (uint64_t)failure->reason << 8 | 1;
+    return (uint64_t)(uint16_t)failure->rank << 16 | (uint64_t)failure->reason << 8 | 1;
 }
 
 static pli_failure unpack(uint64_t word)
 {
     return (pli_failure){
-        .epoch = word >> 32,
         .rank = (int)(word >> 16 & 0xffff),
         .reason = (pli_reason)(word >> 8 & 0xff),
     };
@@ -35,40 +33,11 @@ int pli_failure_get(const pli_shm_segment *segment, pli_failure *out)
     return 1;
 }
 
-int pli_failure_is_final(const pli_failure *failure)
-{
-    return failure->reason != PLI_RAISED;
-}
-
-int pli_failure_concerns(const pli_failure *failure, uint64_t epoch)
-{
-    return pli_failure_is_final(failure) || failure->epoch >= epoch;
-}
-
-int pli_failure_raised_in(const pli_shm_segment *segment, uint64_t epoch,
-                          pli_failure *out)
-{
-    const uint64_t word = atomic_load(&pli_header_of(segment)->raised);
-    if (word == 0)
-        return 0;
-    *out = unpack(word);
-    return out->epoch == epoch;
-}
-
 void pli_failure_set(const pli_shm_segment *segment, const pli_failure *failure)
 {
-    pli_header *header = pli_header_of(segment);
-    uint64_t standing = atomic_load(&header->failure);
-    do {
-        if (standing != 0) {
-            const pli_failure old = unpack(standing);
-            if (pli_failure_is_final(&old) || old.epoch >= failure->epoch)
-                goto done;
-        }
-    } while (!atomic_compare_exchange_weak(&header->failure, &standing, pack(failure)));
-    if (!pli_failure_is_final(failure))
-        atomic_store(&header->raised, pack(failure));
-done:
+    uint64_t none = 0;
+    (void)atomic_compare_exchange_strong(&pli_header_of(segment)->failure, &none,
+                                         pack(failure));
     pli_wake_ranks(segment);
 }
 
@@ -97,11 +66,9 @@ static const char *activity_text(const pli_rank *rank)
 /* Where a rank is: "step 12, in backward, after operation 3". */
 static void describe(const pli_rank *rank, char *out, size_t out_bytes)
 {
-    const uint64_t posted = atomic_load(&rank->posted);
-    (void)snprintf(
-        out, out_bytes, "step %llu, in %s, after operation %llu",
-        (unsigned long long)atomic_load(&rank->step), activity_text(rank),
-        (unsigned long long)(posted & ((UINT64_C(1) << PLI_EPOCH_SHIFT) - 1)));
+    (void)snprintf(out, out_bytes, "step %llu, in %s, after operation %llu",
+                   (unsigned long long)atomic_load(&rank->step), activity_text(rank),
+                   (unsigned long long)atomic_load(&rank->posted));
 }
 
 /* Copies the message, with title and final zero; `out` has PLI_MESSAGE_BYTES + 64. */
@@ -207,11 +174,6 @@ pl_status pli_failure_report(const pli_shm_segment *segment, const pli_failure *
         return report_mismatch(me, r, there, here, message);
     case PLI_DEADLOCK:
         return report_deadlock(me, r, there, here);
-    case PLI_ENDED:
-        return pli_fail(PL_EPEER,
-                        "rank %d: the world has failed (rank %d was at %s; this rank "
-                        "at %s%s): wrap the model anew on every rank%s",
-                        me, r, there, here, waiting_for, message);
     case PLI_N_REASONS:
         break;
     }

@@ -95,16 +95,6 @@ done:
     return st;
 }
 
-static pl_status group_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
-{
-    pl_status st = PL_OK;
-    (void)slice_ns;
-    PL_TRY(check_phase(group_comm_of(comm)));
-    *out = PL_NOTHING_FAILED;
-done:
-    return st;
-}
-
 static void group_abort(pl_comm *comm, const char *message)
 {
     fail(group_comm_of(comm), message);
@@ -132,7 +122,6 @@ static const pl_comm_ops group_ops = {
     .query = group_query,
     .is_done = group_is_done,
     .wait = group_wait,
-    .recover = group_recover,
     .abort = group_abort,
     .record_activity = pli_base_record_activity,
     .set_failure_message = pli_base_set_failure_message,
@@ -161,8 +150,7 @@ pl_status pli_group_comm_create(const pli_group_comm_options *options, pl_comm *
                             .arena_bytes = pl_comm_arena_bytes(options->base),
                             .host_bytes = pl_comm_arena_bytes(options->base),
                             .chunk_bytes = SIZE_MAX,
-                            .is_group_comm = 1,
-                            .is_failure_final = 1};
+                            .is_group_comm = 1};
     self->callbacks = options->callbacks;
     *out = &self->super;
 done:

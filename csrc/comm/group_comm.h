@@ -5,12 +5,10 @@
  * passed to the callbacks in the order of issue, which is the same on every rank; the
  * group may run them one at a time.
  *
- * Ranks share no memory here, so only the group can notice that a rank died.  If a step
- * fails on this rank, the ranks cannot leave it behind together: the others do not
- * learn of the failure.  They may have issued any number of its operations, and each
- * would match one of the next step's.  So a group comm that has failed stays failed,
- * and reports why.  (A step that fails before its first operation does not fail the
- * group comm.)
+ * Ranks share no memory here, so only the group can notice that a rank died, and the
+ * others do not learn of a failure on this rank.  They may have issued any number of
+ * the step's operations, and each would match one of the next step's.  (A step that
+ * fails before its first operation does not fail the group comm.)
  */
 #ifndef PLI_GROUP_COMM_H
 #define PLI_GROUP_COMM_H

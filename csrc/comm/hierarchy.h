@@ -15,8 +15,8 @@
  * operations have one order, the same on all of its ranks, whatever the network does:
  * those that follow one another (pl_op.is_followed) all go up, then all go down.
  *
- * A failure reaches all ranks of all hosts.  If a rank gives up a step, all ranks leave
- * it behind together; if a rank or a host is gone, the world ends.
+ * A failure reaches all ranks of all hosts, and stands as long as the world.  What one
+ * host had finished before it failed, the others still finish before they fail.
  */
 #ifndef PLI_HIERARCHY_H
 #define PLI_HIERARCHY_H

@@ -141,7 +141,7 @@ static pl_status check_crc(const hierarchy *self, int host, const message_flow *
         "%08llx, expected %08llx): look for errors of network cards, cables and "
         "memory on these hosts and between them",
         self->super.rank, pli_links_name(self->links, host),
-        count_of(flow->head.number), (unsigned long long)received,
+        (unsigned long long)flow->head.number, (unsigned long long)received,
         (unsigned long long)crc);
 }
 
@@ -259,8 +259,8 @@ static pl_status check_head(const hierarchy *self, int host, const head *in,
                 "rank %d: %s issued another operation than this rank (number %llu "
                 "there, %llu here: %s of %zu %s): the ranks must run the same steps",
                 self->super.rank, pli_links_name(self->links, host),
-                count_of(in->number), count_of(number), pli_op_kind_text(op->kind),
-                op->n_elems, pl_dtype_text(op->dtype));
+                (unsigned long long)in->number, (unsigned long long)number,
+                pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype));
 done:
     return st;
 }
@@ -279,12 +279,6 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
         if (flow->at < sizeof flow->head)
             goto done;
         PL_TRY(check_head_crc(self, host, flow));
-        if (flow->head.number == first_number_of(self->epoch + 1)) {
-            flow->is_reset = 1;
-            atomic_store(&self->given_up, GIVEN_UP_ELSEWHERE);
-            flow->at = 0;
-            PL_TRY(pli_links_read_notice(self->links, host));
-        }
         PL_TRY(check_head(self, host, &flow->head, number, n_bytes));
     }
     flow->data = to;
@@ -413,88 +407,6 @@ done:
     return st;
 }
 
-/* ---- marks ---------------------------------------------------------------------- */
-
-static pl_status send_mark(hierarchy *self, int host, pli_link_stream link)
-{
-    pl_status st = PL_OK;
-    message_flow *flow = &self->peers[host].out[link - PLI_LINK_DATA];
-    const uint64_t mark = first_number_of(self->epoch + 1);
-    while (!flow->is_reset) {
-        if (flow->at == 0)
-            flow->head = head_of(mark, 0, 0);
-        PL_TRY(send_more(self, host, link));
-        if (!is_whole(flow))
-            goto done;
-        flow->is_reset = flow->head.number == mark;
-        flow->at = 0;
-    }
-done:
-    return st;
-}
-
-pl_status pli_hierarchy_send_marks(hierarchy *self, int host)
-{
-    pl_status st = PL_OK;
-    /* Send the notice first: a host that meets the mark needs the reason. */
-    if (!pli_links_has_sent_failure(self->links, host))
-        goto done;
-    PL_TRY(send_mark(self, host, PLI_LINK_DATA));
-    PL_TRY(send_mark(self, host, PLI_LINK_BACK));
-done:
-    return st;
-}
-
-/* A host may be ahead by its operations in flight, and sends at most an arena at once.
- * Fail on anything else instead of waiting for it. */
-static pl_status check_skipped(const hierarchy *self, int host,
-                               const message_flow *flow)
-{
-    pl_status st = PL_OK;
-    PL_TRY(check_head_crc(self, host, flow));
-    const int is_mark = flow->head.number == first_number_of(self->epoch + 1);
-    const int is_operation = flow->head.number > flow->n_done &&
-                             flow->head.number <= self->n_issued + self->ring_ops;
-    if ((!is_mark && !is_operation) || flow->head.n_bytes > self->super.arena_bytes)
-        PL_FAIL(PL_EMISMATCH,
-                "rank %d: %s sent an invalid message (operation %llu, %llu bytes): the "
-                "connection carries other data, or that of another version of paceline",
-                self->super.rank, pli_links_name(self->links, host),
-                count_of(flow->head.number), (unsigned long long)flow->head.n_bytes);
-done:
-    return st;
-}
-
-pl_status pli_hierarchy_skip_to_mark(hierarchy *self, int host, pli_link_stream link)
-{
-    pl_status st = PL_OK;
-    char skipped[1 << 14] = {0};
-    message_flow *flow = &self->peers[host].in[link - PLI_LINK_DATA];
-    while (!flow->is_reset) {
-        const int is_head = flow->at < sizeof flow->head;
-        const size_t n_left =
-            (is_head ? sizeof flow->head : message_bytes(flow)) - flow->at;
-        const struct iovec piece = {
-            .iov_base = is_head ? (char *)&flow->head + flow->at : skipped,
-            .iov_len = n_left < sizeof skipped ? n_left : sizeof skipped};
-        size_t n = 0;
-        PL_TRY(pli_links_receive(self->links, host, link, &piece, 1, &n));
-        if (n == 0)
-            goto done;
-        self->silence = (pli_stopwatch){0};
-        flow->at += n;
-        if (flow->at == sizeof flow->head)
-            PL_TRY(check_skipped(self, host, flow));
-        if (flow->at < sizeof flow->head || !is_whole(flow))
-            continue;
-        flow->is_reset = flow->head.number == first_number_of(self->epoch + 1);
-        flow->n_done = flow->is_reset ? flow->n_done : flow->head.number;
-        flow->at = flow->n_summed = 0;
-    }
-done:
-    return st;
-}
-
 /* ---- inside the host ------------------------------------------------------------ */
 
 /* The part of `op` that the host's own world does first; 0 if it does none. */
@@ -618,9 +530,25 @@ int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waite
     return self->n_reduced < self->n_up ? POLL_BOTH_NS : POLL_MS * PLI_MS;
 }
 
-pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number, int host)
+/* A host that this leader waits for: the last that has not sent its part, else the last
+ * that has not sent back its result. */
+static int late_host(hierarchy *self)
+{
+    for (pli_link_stream link = PLI_LINK_DATA; link <= PLI_LINK_BACK; link++)
+        for (int h = self->n_hosts; h-- > 0;)
+            if (h != self->host &&
+                flow_of(self, h, 0, link)->n_done <= self->n_exchanged)
+                return h;
+    return self->host == 0 ? 1 : 0; /* a host that does not receive */
+}
+
+pl_status pli_hierarchy_check_deadline(hierarchy *self)
 {
     pl_status st = PL_OK;
+    const uint64_t number = self->n_exchanged + 1;
+    if (self->n_reduced < self->n_up)
+        self->silence = (pli_stopwatch){0}; /* it waits for this host's ranks */
+    const int host = late_host(self);
     const int64_t silent_ns = pli_elapsed_ns(&self->silence);
     if (silent_ns > self->deadline_ns / 2 &&
         self->sent_waiting_ns != self->silence.started_ns) {
@@ -638,23 +566,4 @@ pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number, int host
                 (double)self->deadline_ns / 1e9);
 done:
     return st;
-}
-
-/* A host that this leader waits for: the last that has not sent its part, else the last
- * that has not sent back its result. */
-static int late_host(hierarchy *self)
-{
-    for (pli_link_stream link = PLI_LINK_DATA; link <= PLI_LINK_BACK; link++)
-        for (int h = self->n_hosts; h-- > 0;)
-            if (h != self->host &&
-                flow_of(self, h, 0, link)->n_done <= self->n_exchanged)
-                return h;
-    return self->host == 0 ? 1 : 0; /* a host that does not receive */
-}
-
-pl_status pli_hierarchy_check_deadline(hierarchy *self)
-{
-    if (self->n_reduced < self->n_up)
-        self->silence = (pli_stopwatch){0}; /* it waits for this host's ranks */
-    return pli_hierarchy_check_silence(self, self->n_exchanged + 1, late_host(self));
 }

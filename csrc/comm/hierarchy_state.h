@@ -7,30 +7,23 @@
 #include "backend/cpu_sum.h"
 #include "core/backoff.h"
 #include "hierarchy.h"
-#include "segment.h"
 
 enum { HIERARCHY_MESSAGE_BYTES = PLI_NOTICE_BYTES };
 
 /* Phase of a leader.  The other ranks of a host read it from their host's world. */
 typedef enum hierarchy_phase {
     HIERARCHY_RUNNING,
-    HIERARCHY_FAILED, /* until all hosts have left the step behind */
-    HIERARCHY_ENDED   /* permanent */
+    HIERARCHY_SILENT, /* failed; the message may follow */
+    HIERARCHY_FAILED, /* ... has a message; the other hosts do not have it yet */
+    HIERARCHY_TOLD    /* ... and they have */
 } hierarchy_phase;
-
-/* Which side has given up this epoch's step: it sends no more of it. */
-typedef enum hierarchy_given_up {
-    GIVEN_UP_NOWHERE,
-    GIVEN_UP_ELSEWHERE, /* another host has, or will */
-    GIVEN_UP_HERE       /* this host sends marks */
-} hierarchy_given_up;
 
 /* A message: the head; if n_bytes > 0, so much data, and a checksum of both. */
 typedef struct head {
     uint64_t number;
     uint64_t hash;
-    uint64_t n_bytes; /* skipped if the step is left behind */
-    uint64_t crc;     /* CRC-32C of the fields above */
+    uint64_t n_bytes;
+    uint64_t crc; /* CRC-32C of the fields above */
 } head;
 
 /* Progress of a stream of messages, one message per operation. */
@@ -42,7 +35,6 @@ typedef struct message_flow {
     size_t n_summed;   /* bytes of data that `crc` includes */
     uint32_t crc;      /* CRC-32C of the head and these bytes */
     uint32_t received; /* after the data */
-    int is_reset;      /* the stream has reached the mark before the next epoch */
 } message_flow;
 
 enum { HIERARCHY_N_STREAMS = 2 }; /* PLI_LINK_DATA and PLI_LINK_BACK, in this order */
@@ -61,9 +53,8 @@ typedef struct operation {
     pl_ticket whole; /* ... when this and all operations before it are done there */
 } operation;
 
-/* Operations are counted from 1 in each epoch; their numbers are epoch <<
- * PLI_EPOCH_SHIFT | count.  On a leader n_down <= n_exchanged <= n_added <= n_reduced
- * <= n_up <= n_issued; only leaders use the three in the middle. */
+/* Operations are counted from 1.  On a leader n_down <= n_exchanged <= n_added <=
+ * n_reduced <= n_up <= n_issued; only leaders use the three in the middle. */
 typedef struct hierarchy {
     pl_comm super;    /* its base is the host's own world */
     pli_links *links; /* NULL unless this rank is a leader */
@@ -74,10 +65,9 @@ typedef struct hierarchy {
     int host;
     int is_even; /* all hosts have the same number of ranks */
     int64_t deadline_ns;
+    int owner_pid; /* a forked child lacks most of the host's memory */
     operation *ring;
     size_t ring_ops;
-    uint64_t epoch;      /* how many steps were left behind; equal on all leaders */
-    atomic_int given_up; /* hierarchy_given_up; any thread may send failures */
     uint64_t n_issued;
     uint64_t n_up;        /* passed to the host's own world */
     uint64_t n_reduced;   /* gone up, on all ranks of the host */
@@ -91,8 +81,8 @@ typedef struct hierarchy {
     int64_t sent_waiting_ns;  /* start of the silence that other hosts know of */
     atomic_flag busy;         /* held while a thread uses the fields above */
     atomic_int phase;         /* hierarchy_phase; any thread may abort */
-    atomic_int is_unsent;     /* failed, and the other hosts have not been told */
-    atomic_flag message_lock; /* any thread may fail the step, and any other read why */
+    atomic_int has_lost;      /* a rank of this host is gone */
+    atomic_flag message_lock; /* any thread may fail the world, and another read why */
     char message[HIERARCHY_MESSAGE_BYTES];
 } hierarchy;
 
@@ -119,18 +109,6 @@ static inline int host_of_rank(const hierarchy *self, int rank)
     return h;
 }
 
-/* The count in an operation's number. */
-static inline unsigned long long count_of(uint64_t number)
-{
-    return number & ((UINT64_C(1) << PLI_EPOCH_SHIFT) - 1);
-}
-
-/* The number before an epoch's first operation; also the mark before the epoch. */
-static inline uint64_t first_number_of(uint64_t epoch)
-{
-    return epoch << PLI_EPOCH_SHIFT;
-}
-
 /* Fails the world with the failure `st` that the host's own world has just met, and its
  * message; the host's ranks know of it.  Returns `st`. */
 pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st) PL_MUST_USE;
@@ -142,23 +120,10 @@ void pli_hierarchy_fail_between(hierarchy *self);
  * another, all go up before the first goes down.  Leaders exchange what has gone up. */
 pl_status pli_hierarchy_pass_on(hierarchy *self) PL_MUST_USE;
 
-/* After a failed step: sends a host, after its data, the mark that no more of this
- * epoch will come, as far as possible without waiting. */
-pl_status pli_hierarchy_send_marks(hierarchy *self, int host) PL_MUST_USE;
-
-/* Discards what a host has sent before its mark, likewise. */
-pl_status pli_hierarchy_skip_to_mark(hierarchy *self, int host,
-                                     pli_link_stream link) PL_MUST_USE;
-
 /* Lists what a leader waits for between hosts; returns how long it may sleep. */
 int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waited);
 
 /* PL_ETIMEOUT, with the name of a host, if nothing has come for too long. */
 pl_status pli_hierarchy_check_deadline(hierarchy *self) PL_MUST_USE;
-
-/* Likewise, for `host` in operation `number`, or for a host that `host` waits for.
- * `silence` starts anew when data has come. */
-pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number,
-                                      int host) PL_MUST_USE;
 
 #endif

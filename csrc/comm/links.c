@@ -27,9 +27,9 @@ enum {
 };
 
 typedef enum notice_kind {
-    NOTICE_FAILED,   /* a rank of that host failed the step */
-    NOTICE_FOLLOWED, /* a rank of another host failed it */
-    NOTICE_ENDED,    /* the host cannot go on */
+    NOTICE_FAILED,   /* the host has failed */
+    NOTICE_FOLLOWED, /* ... after another host */
+    NOTICE_LOST,     /* ... because a rank there is gone */
     NOTICE_WAITS     /* the host waits for another */
 } notice_kind;
 
@@ -37,7 +37,7 @@ typedef enum notice_kind {
 typedef struct notice {
     uint32_t crc;     /* CRC-32C of what follows */
     uint32_t host;    /* of NOTICE_WAITS: the host it waits for */
-    uint64_t epoch;   /* of NOTICE_WAITS: the operation's number */
+    uint64_t number;  /* of NOTICE_WAITS: the operation's; else the last finished */
     uint32_t kind;    /* notice_kind */
     uint32_t n_bytes; /* of `text`, as sent */
     char text[PLI_NOTICE_BYTES];
@@ -53,8 +53,8 @@ typedef struct connection {
     size_t n_sent; /* bytes of it already sent */
     notice coming;
     size_t n_coming;
-    notice last; /* the last complete one, except NOTICE_WAITS */
-    int has_notice;
+    notice failure; /* the first complete one, except NOTICE_WAITS */
+    int has_failed;
     notice waits;     /* the last complete NOTICE_WAITS */
     int has_ended;    /* nothing more will come */
     atomic_int error; /* of the stream of notices; 0: none.  Any thread may send */
@@ -67,7 +67,6 @@ struct pli_links {
     int owner_pid; /* a forked child sends nothing */
     int has_ended;
     int limit_s;            /* how long a host may not answer */
-    uint64_t epoch;         /* from 0 */
     atomic_flag is_sending; /* any thread may send, or end */
     connection *links;
 };
@@ -171,7 +170,7 @@ void pli_links_destroy(pli_links *self)
 {
     if (self == NULL)
         return;
-    pli_links_end(self, NULL);
+    pli_links_end(self);
     pli_links_forget(self);
     pli_free(self->links);
     pli_free(self);
@@ -202,12 +201,11 @@ static void take_notice(connection *link)
         return;
     coming->text[coming->n_bytes] = '\0';
     link->n_coming = 0;
-    if (coming->kind == NOTICE_WAITS) {
+    if (coming->kind == NOTICE_WAITS)
         link->waits = *coming;
-        return;
-    }
-    link->last = *coming;
-    link->has_notice = 1;
+    else if (!link->has_failed)
+        link->failure = *coming;
+    link->has_failed |= coming->kind != NOTICE_WAITS;
 }
 
 /* Reads a host's notices, without waiting. */
@@ -233,29 +231,14 @@ static void read_notices(connection *link)
     }
 }
 
-static int has_received_end(const connection *link)
-{
-    return link->has_notice && link->last.kind == NOTICE_ENDED;
-}
-
-/* Whether a host's last notice concerns what this host does now. */
-static int concerns(const connection *link)
-{
-    return has_received_end(link) ||
-           (link->has_notice && link->last.epoch == link->owner->epoch);
-}
-
 static pl_status fail_by_notice(const connection *link)
 {
-    if (has_received_end(link))
-        return pli_fail(PL_EPEER, "rank %d: %s failed: %s", link->owner->rank,
-                        link->name, link->last.text);
     return pli_fail(PL_EPEER,
                     "rank %d: the step of %s failed, so this one cannot be "
                     "finished%s\n\nIts own failure message:\n%s",
                     link->owner->rank, link->name,
                     link->has_ended ? ", and that host died or left" : "",
-                    link->last.text);
+                    link->failure.text);
 }
 
 /* Waits for a notice that the host is about to send. */
@@ -264,19 +247,15 @@ static void await_notice(connection *link)
     struct pollfd more = {.fd = link->fds[PLI_LINK_NOTICE], .events = POLLIN};
     const int64_t until = pli_now_ns() + NOTICE_WAIT_MS * PLI_MS;
     read_notices(link);
-    while (!link->has_ended && !concerns(link) && pli_now_ns() < until) {
+    while (!link->has_ended && !link->has_failed && pli_now_ns() < until) {
         (void)poll(&more, 1, 10);
         read_notices(link);
     }
 }
 
-/* Fails because a connection has ended, with `error` or, if 0, without one.  The
- * message has the reason that the host sent, or is about to send. */
-static pl_status fail_by_end(connection *link, int error)
+/* Fails because a connection has ended, with `error` or, if 0, without one. */
+static pl_status fail_by_loss(const connection *link, int error)
 {
-    await_notice(link);
-    if (concerns(link))
-        return fail_by_notice(link);
     if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH)
         return pli_fail(PL_EPEER,
                         "rank %d: %s did not answer for %d s: the host is down, or "
@@ -295,6 +274,13 @@ static pl_status fail_by_end(connection *link, int error)
                     link->owner->rank, link->name);
 }
 
+/* Likewise, with the reason that the host sent, or is about to send. */
+static pl_status fail_by_end(connection *link, int error)
+{
+    await_notice(link);
+    return link->has_failed ? fail_by_notice(link) : fail_by_loss(link, error);
+}
+
 pl_status pli_links_check(pli_links *self)
 {
     pl_status st = PL_OK;
@@ -304,59 +290,49 @@ pl_status pli_links_check(pli_links *self)
             continue;
         read_notices(link);
         const int error = atomic_load(&link->error);
-        /* A host that left normally has sent its part, and ends without an error. */
-        if (has_received_end(link) || error != 0)
+        /* A host that left normally has sent its part, and ends without an error.  What
+         * one that failed had finished may still be on its way. */
+        if (error != 0 && !link->has_failed)
             PL_TRY(fail_by_end(link, error));
     }
 done:
     return st;
 }
 
-pl_status pli_links_check_step(pli_links *self)
+pl_status pli_links_check_present(pli_links *self, int is_after_failure)
 {
     pl_status st = PL_OK;
     PL_TRY(pli_links_check(self));
-    for (int h = 0; h < self->n_hosts; h++)
-        if (h != self->host && concerns(&self->links[h]))
-            PL_TRY(pli_links_read_notice(self, h));
-done:
-    return st;
-}
-
-pl_status pli_links_check_present(pli_links *self)
-{
-    pl_status st = PL_OK;
-    PL_TRY(pli_links_check(self));
-    for (int h = 0; h < self->n_hosts; h++)
-        if (h != self->host && self->links[h].has_ended)
-            PL_TRY(fail_by_end(&self->links[h], self->links[h].error));
-done:
-    return st;
-}
-
-pl_status pli_links_read_notice(pli_links *self, int host)
-{
-    const connection *from = &self->links[host];
-    await_notice(&self->links[host]);
-    if (!concerns(from))
-        return pli_fail(PL_EPEER, "rank %d: the step of %s failed", self->rank,
-                        from->name);
-    /* Prefer the reason of the host where the failure began. */
-    for (int h = 0; h < self->n_hosts && from->last.kind == NOTICE_FOLLOWED; h++) {
+    for (int h = 0; h < self->n_hosts; h++) {
         connection *link = &self->links[h];
-        if (h != self->host)
-            read_notices(link);
-        if (h != self->host && concerns(link) && link->last.kind == NOTICE_FAILED)
-            from = link;
+        const int has_lost = link->has_failed && link->failure.kind == NOTICE_LOST;
+        if (is_after_failure && link->has_ended && !has_lost)
+            PL_TRY(fail_by_loss(link, atomic_load(&link->error)));
+        if (link->has_ended || has_lost)
+            PL_TRY(fail_by_end(link, atomic_load(&link->error)));
     }
-    return fail_by_notice(from);
+done:
+    return st;
 }
 
-void pli_links_begin_epoch(pli_links *self, uint64_t epoch)
+uint64_t pli_links_least_finished(const pli_links *self)
 {
-    pli_spin_lock(&self->is_sending);
-    self->epoch = epoch;
-    pli_spin_unlock(&self->is_sending);
+    uint64_t least = UINT64_MAX;
+    for (int h = 0; h < self->n_hosts; h++)
+        if (self->links[h].has_failed && self->links[h].failure.number < least)
+            least = self->links[h].failure.number;
+    return least;
+}
+
+pl_status pli_links_report_failure(const pli_links *self)
+{
+    const connection *from = NULL;
+    /* Prefer the reason of the host where the failure began. */
+    for (int h = 0; h < self->n_hosts; h++)
+        if (self->links[h].has_failed &&
+            (from == NULL || from->failure.kind == NOTICE_FOLLOWED))
+            from = &self->links[h];
+    return from != NULL ? fail_by_notice(from) : PL_OK;
 }
 
 static void send_notice(connection *link)
@@ -392,36 +368,35 @@ static void begin_notice(connection *link, const notice *sent)
     send_notice(link);
 }
 
-static void send_locked(pli_links *self, notice *sent, const char *reason)
-{
-    pli_text_print(sent->text, sizeof sent->text, "%s", reason);
-    sent->n_bytes = (uint32_t)strlen(sent->text);
-    sent->crc = notice_crc(sent);
-    for (int h = 0; h < self->n_hosts && !self->has_ended; h++)
-        if (h != self->host)
-            begin_notice(&self->links[h], sent);
-}
-
 /* Any thread may call it.  A forked child sends nothing. */
 static void send_to_all(pli_links *self, notice *sent, const char *reason)
 {
     if (self->owner_pid != getpid())
         return;
+    pli_text_print(sent->text, sizeof sent->text, "%s", reason);
+    sent->n_bytes = (uint32_t)strlen(sent->text);
+    sent->crc = notice_crc(sent);
     pli_spin_lock(&self->is_sending);
-    send_locked(self, sent, reason);
+    for (int h = 0; h < self->n_hosts && !self->has_ended; h++)
+        if (h != self->host)
+            begin_notice(&self->links[h], sent);
     pli_spin_unlock(&self->is_sending);
 }
 
-void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers)
+void pli_links_send_failure(pli_links *self, const char *reason, uint64_t n_finished,
+                            int has_lost)
 {
-    notice sent = {.epoch = self->epoch,
-                   .kind = is_anothers ? NOTICE_FOLLOWED : NOTICE_FAILED};
+    notice sent = {.number = n_finished, .kind = NOTICE_FAILED};
+    if (has_lost)
+        sent.kind = NOTICE_LOST;
+    else if (pli_links_least_finished(self) != UINT64_MAX)
+        sent.kind = NOTICE_FOLLOWED;
     send_to_all(self, &sent, reason);
 }
 
 void pli_links_send_waiting(pli_links *self, uint64_t number, int host)
 {
-    notice sent = {.epoch = number, .kind = NOTICE_WAITS, .host = (uint32_t)host};
+    notice sent = {.number = number, .kind = NOTICE_WAITS, .host = (uint32_t)host};
     send_to_all(self, &sent, "");
 }
 
@@ -432,7 +407,7 @@ int pli_links_waited_for(pli_links *self, uint64_t number, int host)
         if (host == self->host)
             break;
         read_notices(link);
-        if (link->waits.kind != NOTICE_WAITS || link->waits.epoch != number ||
+        if (link->waits.kind != NOTICE_WAITS || link->waits.number != number ||
             link->waits.host >= (uint32_t)self->n_hosts ||
             link->waits.host == (uint32_t)self->host)
             break;
@@ -441,36 +416,15 @@ int pli_links_waited_for(pli_links *self, uint64_t number, int host)
     return host;
 }
 
-int pli_links_has_sent_failure(pli_links *self, int host)
+void pli_links_end(pli_links *self)
 {
-    connection *link = &self->links[host];
-    pli_spin_lock(&self->is_sending);
-    if (!is_sent(link))
-        send_notice(link);
-    const int has = is_sent(link);
-    pli_spin_unlock(&self->is_sending);
-    return has;
-}
-
-static void say_no_more(const pli_links *self)
-{
-    for (int h = 0; h < self->n_hosts; h++)
-        for (int s = 0; h != self->host && s < PLI_N_LINK_STREAMS; s++)
-            (void)shutdown(self->links[h].fds[s], SHUT_WR);
-}
-
-void pli_links_end(pli_links *self, const char *reason)
-{
-    notice sent = {.epoch = self->epoch, .kind = NOTICE_ENDED};
     if (self->owner_pid != getpid())
         return; /* a child's copies of the sockets close silently */
     pli_spin_lock(&self->is_sending);
-    if (!self->has_ended) {
-        if (reason != NULL)
-            send_locked(self, &sent, reason);
-        say_no_more(self);
-        self->has_ended = 1;
-    }
+    for (int h = 0; h < self->n_hosts && !self->has_ended; h++)
+        for (int s = 0; h != self->host && s < PLI_N_LINK_STREAMS; s++)
+            (void)shutdown(self->links[h].fds[s], SHUT_WR);
+    self->has_ended = 1;
     pli_spin_unlock(&self->is_sending);
 }
 

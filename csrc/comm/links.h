@@ -1,8 +1,7 @@
 /* links.h - connections between the leaders of hosts, one leader per host.
  *
  * Two leaders share three connected sockets.  On PLI_LINK_NOTICE a leader sends why its
- * step failed, and in which epoch, or that it has waited long.  After each failure that
- * the hosts leave behind, a new epoch begins.  Only pli_links_poll() waits; to send or
+ * host has failed, or that it has waited long.  Only pli_links_poll() waits; to send or
  * receive the rest of a message, call again.
  */
 #ifndef PLI_LINKS_H
@@ -14,7 +13,7 @@
 #include "core/status.h"
 
 typedef enum pli_link_stream {
-    PLI_LINK_NOTICE, /* why a leader's step failed, or that it still waits */
+    PLI_LINK_NOTICE, /* why a leader's host has failed, or that it still waits */
     PLI_LINK_DATA,
     PLI_LINK_BACK, /* of a reduction that is cut up: the result of each part */
     PLI_N_LINK_STREAMS
@@ -50,37 +49,34 @@ pl_status pli_links_receive(pli_links *self, int host, pli_link_stream stream,
                             const struct iovec *pieces, int n_pieces,
                             size_t *at) PL_MUST_USE;
 
-/* PL_EPEER if a host has reported that it cannot go on, or does not answer: its kernel
- * is probed, and PACELINE_LINK_TIMEOUT is the limit. */
+/* Reads what hosts have reported.  PL_EPEER if one does not answer: its kernel is
+ * probed, and PACELINE_LINK_TIMEOUT is the limit. */
 pl_status pli_links_check(pli_links *self) PL_MUST_USE;
 
-/* Likewise; also if a host has reported that the step of this epoch failed there. */
-pl_status pli_links_check_step(pli_links *self) PL_MUST_USE;
+/* Likewise; also if a host is gone, even one that has done its part, or has lost a
+ * rank.  After a failure of the world, the reason is not that which the host then sent.
+ */
+pl_status pli_links_check_present(pli_links *self, int is_after_failure) PL_MUST_USE;
 
-/* As pli_links_check(); also if a host is gone, even one that has done its part. */
-pl_status pli_links_check_present(pli_links *self) PL_MUST_USE;
+/* The fewest operations that a host had finished when it failed, of those that are
+ * known to have failed; UINT64_MAX if none is. */
+uint64_t pli_links_least_finished(const pli_links *self);
 
-/* PL_EPEER with the reason that a host sent, or is about to, for its failed step. */
-pl_status pli_links_read_notice(pli_links *self, int host) PL_MUST_USE;
+/* PL_EPEER with the reason of a host that is known to have failed. */
+pl_status pli_links_report_failure(const pli_links *self) PL_MUST_USE;
 
-/* Sends every host why the step of this epoch failed here.  is_anothers: another host
- * failed first, and this one follows. */
-void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers);
-
-/* Sends more of a failure to a host; returns whether all of it has been sent. */
-int pli_links_has_sent_failure(pli_links *self, int host);
+/* Sends every host why this one has failed, after it had finished `n_finished`
+ * operations, and whether it has lost a rank. */
+void pli_links_send_failure(pli_links *self, const char *reason, uint64_t n_finished,
+                            int has_lost);
 
 /* Tells every host that this host has long waited for `host` in operation `number`.
  * pli_links_waited_for() follows such reports to a host that waits for none. */
 void pli_links_send_waiting(pli_links *self, uint64_t number, int host);
 int pli_links_waited_for(pli_links *self, uint64_t number, int host);
 
-/* Reports of failures concern `epoch` from now on. */
-void pli_links_begin_epoch(pli_links *self, uint64_t epoch);
-
-/* Sends every host why this one cannot go on; nothing can be sent afterwards.  NULL:
- * this host leaves normally. */
-void pli_links_end(pli_links *self, const char *reason);
+/* This host leaves: nothing can be sent afterwards. */
+void pli_links_end(pli_links *self);
 
 /* In a forked child: closes its copies, so that peers see when the parent ends. */
 void pli_links_forget(pli_links *self);

@@ -10,7 +10,7 @@
 #include "core/alloc.h"
 
 #define SEGMENT_MAGIC UINT64_C(0x656e696c65636170) /* "paceline" */
-enum { SEGMENT_VERSION = 2 };
+enum { SEGMENT_VERSION = 3 };
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */

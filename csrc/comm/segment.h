@@ -6,8 +6,7 @@
  *
  * The segment is one memfd.  It has no name, so nothing is left of it once every
  * process that mapped it has ended, in whatever way.  A segment of one process needs no
- * file.  Each counter has one writer, is read by all, and only grows.  Its value is
- * epoch << PLI_EPOCH_SHIFT | n, so that a new epoch exceeds all values of the old ones.
+ * file.  Each counter has one writer, is read by all, and only grows.
  */
 #ifndef PLI_SEGMENT_H
 #define PLI_SEGMENT_H
@@ -17,10 +16,9 @@
 
 #include "core/status.h"
 
-enum { PLI_EPOCH_SHIFT = 40, PLI_MESSAGE_BYTES = 6144 };
+enum { PLI_MESSAGE_BYTES = 6144 };
 
-/* Why a world failed.  After PLI_RAISED it can go on in a new epoch; the other
- * reasons are final. */
+/* Why a world failed. */
 typedef enum pli_reason {
     PLI_RAISED,   /* a rank's step failed, and the rank reported it */
     PLI_DIED,     /* a rank's process ended without a report */
@@ -28,7 +26,6 @@ typedef enum pli_reason {
     PLI_LATE,     /* a rank kept the others waiting beyond the deadline */
     PLI_MISMATCH, /* a rank issued another operation than the rest */
     PLI_DEADLOCK, /* two ranks wait for each other, in two worlds */
-    PLI_ENDED,    /* the world of several hosts around this one has ended */
     PLI_N_REASONS
 } pli_reason;
 
@@ -48,8 +45,7 @@ typedef struct pli_header {
     uint32_t ring_ops;
     uint64_t arena_bytes;
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t failure; /* see failure.h; 0: none */
-    _Atomic uint64_t raised; /* the last that was not final: maybe its cause */
-    _Alignas(PL_CACHE_LINE) _Atomic uint32_t wakeup; /* futex word */
+    _Alignas(PL_CACHE_LINE) _Atomic uint32_t wakeup;  /* futex word */
     _Atomic uint32_t n_waiters;
     /* The last operation that all ranks are known to have posted, and to have done: see
      * shm_comm.c. */
@@ -61,9 +57,7 @@ typedef struct pli_header {
 typedef struct pli_rank {
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t posted; /* operations issued */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t done;   /* operations it did its part of */
-    _Alignas(PL_CACHE_LINE) _Atomic uint64_t epoch;
-    _Atomic uint64_t done_before; /* `done` at the end of its previous epoch */
-    _Atomic uint64_t notice;      /* see pli_host_ops */
+    _Alignas(PL_CACHE_LINE) _Atomic uint64_t notice; /* see pli_host_ops */
     _Atomic uint64_t step;
     _Atomic uint32_t activity; /* pl_activity */
     _Atomic uint32_t thread;   /* the thread of the rank that set it */

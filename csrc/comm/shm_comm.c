@@ -1,5 +1,5 @@
 /* shm_comm.c - ranks of a host post operations in shared memory, do their parts, wait
- * for one another, fail and recover.
+ * for one another, and fail.
  *
  * Posting an operation, or doing a part of it, is one store.  Each rank then looks at
  * the others up to the first that is behind.  The last rank finds none behind, writes
@@ -31,11 +31,6 @@ static pli_shm_comm *shm_of(pl_comm *comm)
     return (pli_shm_comm *)(void *)comm;
 }
 
-static uint64_t epoch_base(const pli_shm_comm *self)
-{
-    return self->epoch << PLI_EPOCH_SHIFT;
-}
-
 typedef uint64_t (*counter_fn)(const pli_shm_comm *self, int rank);
 
 static uint64_t counter_posted(const pli_shm_comm *self, int rank)
@@ -43,20 +38,9 @@ static uint64_t counter_posted(const pli_shm_comm *self, int rank)
     return atomic_load(&pli_rank_of(self->segment, rank)->posted);
 }
 
-/* What a rank has done; if it has left this rank's epoch, what it had done by then, as
- * a rank that recovers does nothing more of the old epoch. */
 static uint64_t counter_done(const pli_shm_comm *self, int rank)
 {
-    pli_rank *state = pli_rank_of(self->segment, rank);
-    const uint64_t done = atomic_load(&state->done);
-    return done >> PLI_EPOCH_SHIFT <= self->epoch
-               ? done
-               : atomic_load_explicit(&state->done_before, memory_order_relaxed);
-}
-
-static uint64_t counter_epoch(const pli_shm_comm *self, int rank)
-{
-    return atomic_load(&pli_rank_of(self->segment, rank)->epoch);
+    return atomic_load(&pli_rank_of(self->segment, rank)->done);
 }
 
 /* UINT64_MAX for every rank but notice_from: this rank waits for no other notice. */
@@ -84,27 +68,16 @@ static int find_laggard(const pli_shm_comm *self, counter_fn counter, uint64_t l
     return -1;
 }
 
-/* Whether the header shows that all have reached `least`, in this rank's epoch. */
-static int have_all_told(const pli_shm_comm *self, const _Atomic uint64_t *word,
-                         uint64_t least)
+static int has_failed(const pli_shm_comm *self)
 {
-    const uint64_t told = atomic_load(word);
-    return told >= least && told >> PLI_EPOCH_SHIFT == self->epoch;
+    pli_failure failure;
+    return pli_failure_get(self->segment, &failure);
 }
 
-/* Returns non-zero and fills *out if this rank's epoch has failed. */
-static int failure_stands(const pli_shm_comm *self, pli_failure *out)
+/* Fails the world and blames `rank`. */
+static void fail_world(const pli_shm_comm *self, int rank, pli_reason reason)
 {
-    return pli_failure_get(self->segment, out) &&
-           pli_failure_concerns(out, self->epoch);
-}
-
-/* Fails the epoch and blames `rank`. */
-static void fail_epoch(const pli_shm_comm *self, int rank, pli_reason reason)
-{
-    pli_failure_set(
-        self->segment,
-        &(pli_failure){.epoch = self->epoch, .rank = rank, .reason = reason});
+    pli_failure_set(self->segment, &(pli_failure){.rank = rank, .reason = reason});
 }
 
 /* ---- what all ranks have done --------------------------------------------------- */
@@ -153,7 +126,7 @@ static int is_same_everywhere(const pli_shm_comm *self, size_t slot)
     for (int r = 0; r < self->super.world_size; r++) {
         if (tag_at(self, r, slot) == mine)
             continue;
-        fail_epoch(self, odd_one_out(self, slot), PLI_MISMATCH);
+        fail_world(self, odd_one_out(self, slot), PLI_MISMATCH);
         return 0;
     }
     return 1;
@@ -170,16 +143,14 @@ static void say(const pli_shm_comm *self, _Atomic uint64_t *word, uint64_t numbe
         }
 }
 
-/* Whether every rank has posted operation `number` of this epoch, and the same one.
- * Fails the epoch if they differ.  The first rank to find all posted tells all. */
+/* Whether every rank has posted operation `number`, and the same one.
+ * Fails the world if they differ.  The first rank to find all posted tells all. */
 static int have_all_posted(const pli_shm_comm *self, uint64_t number)
 {
     _Atomic uint64_t *word = &pli_header_of(self->segment)->all_posted;
-    pli_failure failure;
-    if (have_all_told(self, word, number))
+    if (atomic_load(word) >= number)
         return 1;
-    if (find_laggard(self, counter_posted, number, 0) >= 0 ||
-        failure_stands(self, &failure) ||
+    if (find_laggard(self, counter_posted, number, 0) >= 0 || has_failed(self) ||
         !is_same_everywhere(self, number & (self->segment->ring_ops - 1)))
         return 0;
     say(self, word, number);
@@ -190,7 +161,7 @@ static int have_all_posted(const pli_shm_comm *self, uint64_t number)
 static int have_all_done(const pli_shm_comm *self, uint64_t number)
 {
     _Atomic uint64_t *word = &pli_header_of(self->segment)->all_done;
-    if (have_all_told(self, word, number))
+    if (atomic_load(word) >= number)
         return 1;
     if (find_laggard(self, counter_done, number, 0) >= 0)
         return 0;
@@ -256,16 +227,12 @@ static void run_part(const pli_shm_comm *self, const pl_op *op)
     }
 }
 
-/* PL_OK, or why this rank's epoch has failed. */
+/* PL_OK, or why the world has failed. */
 static pl_status check_failure(const pli_shm_comm *self, const char *waiting_for)
 {
     pli_failure failure = {0};
-    pli_failure cause;
-    if (!failure_stands(self, &failure))
+    if (!pli_failure_get(self->segment, &failure))
         return PL_OK;
-    if (pli_failure_is_final(&failure) &&
-        pli_failure_raised_in(self->segment, self->epoch, &cause))
-        failure = cause;
     return pli_failure_report(self->segment, &failure, self->super.rank, waiting_for);
 }
 
@@ -275,21 +242,19 @@ static void shm_work(pl_comm *comm)
     pli_shm_comm *self = shm_of(comm);
     pli_rank *mine = pli_rank_of(self->segment, comm->rank);
     const _Atomic uint64_t *all_posted = &pli_header_of(self->segment)->all_posted;
-    pli_failure failure;
     if (!pli_spin_try_lock(&self->busy))
         return;
     while (self->n_done < atomic_load_explicit(&self->n_posted, memory_order_acquire)) {
         const uint64_t n = self->n_done + 1;
-        if (!have_all_told(self, all_posted, epoch_base(self) + n) ||
-            failure_stands(self, &failure))
+        if (atomic_load(all_posted) < n || has_failed(self))
             break;
         const pl_op *op = &self->ring[n & (self->segment->ring_ops - 1)];
         pli_recorder_part_begins(comm->recorder, op->bucket);
         run_part(self, op);
         pli_recorder_part_ends(comm->recorder, op->bucket);
         self->n_done = n;
-        atomic_store(&mine->done, epoch_base(self) + n);
-        (void)have_all_done(self, epoch_base(self) + n);
+        atomic_store(&mine->done, n);
+        (void)have_all_done(self, n);
     }
     pli_spin_unlock(&self->busy);
 }
@@ -337,10 +302,9 @@ static int fail_if_waits_for_us(const pl_comm *other, const void *context)
     const pli_rank *own_here = pli_rank_of(at->here->segment, at->here->super.rank);
     const pli_rank *own_there = pli_rank_of(there->segment, there->super.rank);
     const pli_rank *peer_there = find_process(there, atomic_load(&peer_here->process));
-    pli_failure failure;
-    /* Nothing waits for a failed step, whatever the activity still shows. */
+    /* Nothing waits in a failed world, whatever the activity still shows. */
     if (peer_there == NULL || atomic_load(&peer_there->life) != PLI_PRESENT ||
-        failure_stands(there, &failure))
+        has_failed(there))
         return 0;
     /* The peer has posted what this rank has not, and only waits for it. */
     if (!waits(peer_there) ||
@@ -348,8 +312,8 @@ static int fail_if_waits_for_us(const pl_comm *other, const void *context)
         atomic_load(&peer_there->thread) != atomic_load(&peer_here->thread) ||
         atomic_load(&own_there->thread) != atomic_load(&own_here->thread))
         return 0;
-    fail_epoch(at->here, at->rank, PLI_DEADLOCK);
-    fail_epoch(there, there->super.rank, PLI_DEADLOCK);
+    fail_world(at->here, at->rank, PLI_DEADLOCK);
+    fail_world(there, there->super.rank, PLI_DEADLOCK);
     return 1;
 }
 
@@ -400,7 +364,7 @@ static int blame_dead(const pli_shm_comm *self, counter_fn counter, uint64_t lea
             /* A rank that has done everything awaited is not to blame yet. */
             if (counter(self, r) >= least)
                 continue;
-            fail_epoch(self, r, has_left(self, r) ? PLI_LEFT : PLI_DIED);
+            fail_world(self, r, has_left(self, r) ? PLI_LEFT : PLI_DIED);
             return 1;
         }
     }
@@ -416,7 +380,7 @@ static void check_peers(pli_shm_comm *self, counter_fn counter, uint64_t least)
         return;
     const pli_rank *rank = pli_rank_of(self->segment, culprit);
     if (has_left(self, culprit)) {
-        fail_epoch(self, culprit, PLI_LEFT);
+        fail_world(self, culprit, PLI_LEFT);
         return;
     }
     const uint64_t sign =
@@ -434,7 +398,7 @@ static void check_peers(pli_shm_comm *self, counter_fn counter, uint64_t least)
         blame_dead(self, counter, least))
         return;
     if (is_late)
-        fail_epoch(self, culprit, PLI_LATE);
+        fail_world(self, culprit, PLI_LATE);
     else if (silent_ns > DEADLOCK_MS * PLI_MS)
         check_deadlock(self, culprit);
 }
@@ -464,7 +428,7 @@ static int find_awaited(const pli_shm_comm *self, counter_fn counter, uint64_t l
  * this rank must not leave the step. */
 static int must_see_end(const pli_shm_comm *self, counter_fn counter, uint64_t least)
 {
-    const size_t slot = (least - epoch_base(self)) & (self->segment->ring_ops - 1);
+    const size_t slot = least & (self->segment->ring_ops - 1);
     return counter == counter_done && self->ring[slot].ends_step &&
            counter(self, self->super.rank) >= least;
 }
@@ -480,22 +444,20 @@ static int is_said_to_have_come(const pli_shm_comm *self, counter_fn counter,
                                 uint64_t least)
 {
     return counter == counter_done
-               ? have_all_told(self, &pli_header_of(self->segment)->all_done, least)
+               ? atomic_load(&pli_header_of(self->segment)->all_done) >= least
                : have_all_come(self, counter, least);
 }
 
 static void sleep_briefly(pli_shm_comm *self, counter_fn counter, uint64_t least)
 {
     pli_header *header = pli_header_of(self->segment);
-    pli_failure failure;
     atomic_fetch_add(&header->n_waiters, 1);
     const uint32_t before = atomic_load(&header->wakeup);
     const uint64_t next =
         atomic_load(&pli_rank_of(self->segment, self->super.rank)->done) + 1;
-    const int has_work = next <= epoch_base(self) + atomic_load(&self->n_posted) &&
-                         have_all_posted(self, next);
-    if (!has_work && !have_all_come(self, counter, least) &&
-        !failure_stands(self, &failure))
+    const int has_work =
+        next <= atomic_load(&self->n_posted) && have_all_posted(self, next);
+    if (!has_work && !have_all_come(self, counter, least) && !has_failed(self))
         pli_futex_wait(&header->wakeup, before, SLEEP_MS * PLI_MS);
     atomic_fetch_sub(&header->n_waiters, 1);
 }
@@ -506,14 +468,13 @@ static pl_status wait_for(pli_shm_comm *self, counter_fn counter, uint64_t least
 {
     pl_status st = PL_OK;
     const int64_t begin = pli_recorder_wait_begins(self->super.recorder);
-    pli_failure failure;
     int n_spins = self->n_spins;
     int awaited = PLI_RECORDER_NOBODY;
     int is_failed = 0;
     for (;;) {
         shm_work(&self->super);
         /* The rank that failed may have seen the awaited end before. */
-        is_failed = failure_stands(self, &failure);
+        is_failed = has_failed(self);
         if (is_said_to_have_come(self, counter, least) ||
             (is_failed && have_all_come(self, counter, least)))
             break;
@@ -544,10 +505,10 @@ done:
  * the same point of the program on each.  A rank that leaves the bit does not wait; one
  * that needs it waits until that rank has reached the point.
  *
- * epoch | operations issued : 32 | number : 7 | bit : 1 */
+ * operations issued : 56 | number : 7 | bit : 1 */
 static uint64_t notice_of(const pli_shm_comm *self, unsigned n)
 {
-    return epoch_base(self) + (atomic_load(&self->n_posted) << 8) + (uint64_t)n * 2;
+    return (atomic_load(&self->n_posted) << 8) + (uint64_t)n * 2;
 }
 
 static void shm_notify(pl_comm *comm, unsigned n, unsigned bit)
@@ -563,8 +524,7 @@ static void shm_notify(pl_comm *comm, unsigned n, unsigned bit)
 static int is_at_barrier(const pli_shm_comm *self, int rank)
 {
     const uint64_t next = atomic_load(&self->n_posted) + 1;
-    const uint64_t posted = counter_posted(self, rank);
-    if (posted < epoch_base(self) + next || posted >> PLI_EPOCH_SHIFT != self->epoch)
+    if (counter_posted(self, rank) < next)
         return 0;
     const _Atomic uint64_t *tags = pli_tags_of(self->segment, rank);
     return is_barrier_tag(atomic_load(&tags[next & (self->segment->ring_ops - 1)]));
@@ -581,12 +541,18 @@ static pl_status shm_await_notice(pl_comm *comm, int rank, unsigned n, int64_t s
     st = wait_for(self, counter_notice, least, slice_ns);
     if (st == PL_EAGAIN && atomic_load(&theirs->activity) == PL_FINISHING &&
         counter_posted(self, rank) > counter_posted(self, comm->rank) &&
-        counter_notice(self, rank) < least)
+        counter_notice(self, rank) < least) {
+        pli_failure failure = {0};
+        fail_world(self, comm->rank, PLI_MISMATCH);
+        (void)pli_failure_get(self->segment, &failure);
+        if (failure.reason != PLI_MISMATCH) /* every rank raises the first failure */
+            PL_TRY(check_failure(self, ", waiting"));
         PL_FAIL(PL_EMISMATCH,
                 "rank %d: this rank is in a forward that rank %d has not had, which is "
                 "at the end of its backward: every rank needs the same forwards that "
                 "record gradients, or wrap the model with broadcast_buffers=False",
                 comm->rank, rank);
+    }
     if (st == PL_EAGAIN && is_at_barrier(self, rank)) {
         *bit = 1; /* both then find that this rank's next operation differs */
         st = PL_OK;
@@ -599,8 +565,7 @@ done:
     return st;
 }
 
-/* ---- issuing, progress and queries
- * -------------------------------------------------------------------- */
+/* ---- issuing, progress and queries ---------------------------------------------- */
 
 static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *order,
                            pl_ticket *out)
@@ -611,8 +576,6 @@ static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
     const uint64_t n = atomic_load_explicit(&self->n_posted, memory_order_relaxed) + 1;
     (void)order; /* host memory is ready when this is called */
     PL_TRY(check_failure(self, ""));
-    if (self->phase != PLI_RUNNING)
-        PL_FAIL(PL_ESTATE, "an operation was issued while the world recovers");
     if (op->kind <= PL_REDUCE && self->sums->fn[op->dtype][op->reduction] == NULL)
         PL_FAIL(PL_EINVAL,
                 "%s cannot be reduced that way: the mean takes floating point "
@@ -620,7 +583,7 @@ static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
                 pl_dtype_text(op->dtype));
     /* A lagging peer may still compare the tag that this would overwrite. */
     if (n > self->segment->ring_ops &&
-        !have_all_done(self, epoch_base(self) + n - self->segment->ring_ops))
+        !have_all_done(self, n - self->segment->ring_ops))
         PL_FAIL(PL_ESTATE, "more than %u operations in flight: wait for some",
                 self->segment->ring_ops);
     const size_t slot = n & (self->segment->ring_ops - 1);
@@ -628,9 +591,9 @@ static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
     atomic_store_explicit(&pli_tags_of(self->segment, comm->rank)[slot], tag_of(op),
                           memory_order_relaxed);
     atomic_store_explicit(&self->n_posted, n, memory_order_release);
-    atomic_store(&mine->posted, epoch_base(self) + n);
-    (void)have_all_posted(self, epoch_base(self) + n);
-    *out = epoch_base(self) + n;
+    atomic_store(&mine->posted, n);
+    (void)have_all_posted(self, n);
+    *out = n;
 done:
     return st;
 }
@@ -647,37 +610,37 @@ static pl_status shm_check_peers(pl_comm *comm)
     shm_work(comm);
     for (int r = 0; r < comm->world_size; r++)
         if (r != comm->rank && has_left(self, r))
-            fail_epoch(self, r, PLI_LEFT);
+            fail_world(self, r, PLI_LEFT);
     (void)blame_dead(self, counter_done, UINT64_MAX);
     return check_failure(self, ", waiting");
 }
 
-/* Does not fail the world: a rank that left normally may have done its part. */
+/* Finds ranks that are gone, also after another failure.  Does not fail the world: a
+ * rank that left normally may have done its part. */
 static pl_status check_gone(const pli_shm_comm *self)
 {
-    pl_status st = PL_OK;
-    for (int end = 0; end < PLI_N_ENDS; end++) {
-        const int r = pli_watch_ended(&self->watch, (pli_end)end, 0);
-        if (r >= 0)
-            PL_FAIL(PL_EPEER, "rank %d: rank %d is gone",
-                    self->segment->first_rank + self->super.rank,
-                    self->segment->first_rank + r);
-    }
-done:
-    return st;
+    pli_failure failure = {.rank = -1, .reason = PLI_LEFT};
+    for (int r = 0; r < self->super.world_size && failure.rank < 0; r++)
+        if (has_left(self, r) && r != self->super.rank)
+            failure.rank = r;
+    for (int end = 0; end < PLI_N_ENDS && failure.rank < 0; end++)
+        failure = (pli_failure){.rank = pli_watch_ended(&self->watch, (pli_end)end, 0),
+                                .reason = PLI_DIED};
+    return failure.rank < 0
+               ? PL_OK
+               : pli_failure_report(self->segment, &failure, self->super.rank, "");
 }
 
 static pl_status shm_query(pl_comm *comm, pli_query what)
 {
     pli_shm_comm *self = shm_of(comm);
-    pli_failure failure = {0};
-    if (what == PLI_QUERY_GONE)
-        return check_gone(self);
-    if (what == PLI_QUERY_WORLD) {
+    pli_failure failure = {.reason = PLI_N_REASONS};
+    if (what == PLI_QUERY_WORLD)
         (void)blame_dead(self, counter_done, UINT64_MAX);
-        if (!failure_stands(self, &failure) || !pli_failure_is_final(&failure))
-            return PL_OK;
-    }
+    const int is_raised =
+        pli_failure_get(self->segment, &failure) && failure.reason == PLI_RAISED;
+    if (what == PLI_QUERY_GONE || (what == PLI_QUERY_WORLD && is_raised))
+        return check_gone(self);
     return check_failure(self, "");
 }
 
@@ -689,13 +652,13 @@ static int shm_is_done(pl_comm *comm, pl_ticket ticket)
 static pl_status shm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 {
     pli_shm_comm *self = shm_of(comm);
-    if (ticket > epoch_base(self) + atomic_load(&self->n_posted))
+    if (ticket > atomic_load(&self->n_posted))
         return pli_fail(PL_EINVAL, "ticket %llu was never issued",
                         (unsigned long long)ticket);
     return wait_for(self, counter_done, ticket, slice_ns);
 }
 
-/* ---- failure and recovery ------------------------------------------------------- */
+/* ---- failure -------------------------------------------------------------------- */
 
 /* Withdraws an announced message that will not follow. */
 static void break_promise(pli_rank *mine)
@@ -713,7 +676,7 @@ static void shm_set_failure_message(pl_comm *comm, const char *message)
     if (getpid() != self->owner_pid)
         return;            /* a forked child lacks most of the mapping */
     if (message == NULL) { /* peers may not have read why this rank failed */
-        if (failure_stands(self, &failure) && failure.rank == comm->rank)
+        if (pli_failure_get(self->segment, &failure) && failure.rank == comm->rank)
             break_promise(mine);
         else
             atomic_store(&mine->message_state, PLI_MESSAGE_NONE);
@@ -736,80 +699,13 @@ static void shm_abort(pl_comm *comm, const char *message)
     pli_rank *mine = pli_rank_of(self->segment, comm->rank);
     if (getpid() != self->owner_pid)
         return;
+    if (has_failed(self) && atomic_load(&mine->message_state) == PLI_MESSAGE_READY)
+        return; /* the first failure stands, with its message */
     if (message != NULL)
         shm_set_failure_message(comm, message);
     else if (atomic_load(&mine->message_state) == PLI_MESSAGE_NONE)
         atomic_store(&mine->message_state, PLI_MESSAGE_FOLLOWS);
-    fail_epoch(self, comm->rank, PLI_RAISED);
-}
-
-static void shm_end(pl_comm *comm, const char *message)
-{
-    pli_shm_comm *self = shm_of(comm);
-    if (getpid() != self->owner_pid)
-        return;
-    shm_set_failure_message(comm, message);
-    /* One epoch on: ranks may be about to leave a failed step behind. */
-    pli_failure_set(self->segment, &(pli_failure){.epoch = self->epoch + 1,
-                                                  .rank = comm->rank,
-                                                  .reason = PLI_ENDED});
-}
-
-/* Enters the epoch after the one that failed. */
-static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
-{
-    pli_rank *mine = pli_rank_of(self->segment, self->super.rank);
-    pli_spin_lock(&self->busy); /* wait for a part of an aborted operation */
-    if (self->phase == PLI_RUNNING)
-        atomic_store(&mine->done_before, epoch_base(self) + self->n_done);
-    self->epoch = failure->epoch + 1;
-    atomic_store(&self->n_posted, 0);
-    self->n_done = 0;
-    pli_spin_unlock(&self->busy);
-    /* Keep a message that is there: every peer needs time to read it. */
-    break_promise(mine);
-    self->silence = (pli_stopwatch){0};
-    atomic_store(&mine->posted, epoch_base(self));
-    atomic_store(&mine->done, epoch_base(self));
-    atomic_store(&mine->epoch, self->epoch);
-    pli_wake_ranks(self->segment);
-}
-
-/* Whether this rank must leave its epoch, even while it recovers. */
-static int has_failed(const pli_shm_comm *self, pli_failure *out)
-{
-    if (!failure_stands(self, out))
-        return 0;
-    if (self->phase == PLI_RUNNING || out->rank == self->super.rank)
-        return 1;
-    /* If all ranks have reached this epoch, it has begun, and a step in it has failed:
-     * this rank will meet that failure there. */
-    return find_laggard(self, counter_epoch, self->epoch, 0) >= 0;
-}
-
-static pl_status shm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
-{
-    pl_status st = PL_OK;
-    pli_shm_comm *self = shm_of(comm);
-    do {
-        pli_failure failure = {0};
-        if (has_failed(self, &failure)) {
-            if (pli_failure_is_final(&failure))
-                PL_TRY(pli_failure_report(self->segment, &failure, comm->rank, ""));
-            enter_epoch_after(self, &failure);
-            self->phase = PLI_RECOVERING;
-        } else if (self->phase == PLI_RUNNING) {
-            *out = PL_NOTHING_FAILED;
-            goto done;
-        }
-        st = wait_for(self, counter_epoch, self->epoch, slice_ns);
-    } while (st == PL_EPEER); /* start again if another rank aborts the recovery */
-    PL_TRY(st);
-    shm_set_failure_message(comm, NULL);
-    self->phase = PLI_RUNNING;
-    *out = PL_RECOVERED;
-done:
-    return st;
+    fail_world(self, comm->rank, PLI_RAISED);
 }
 
 /* A number for each thread of this process; never 0. */
@@ -881,7 +777,6 @@ static const pl_comm_ops shm_ops = {
     .query = shm_query,
     .is_done = shm_is_done,
     .wait = shm_wait,
-    .recover = shm_recover,
     .abort = shm_abort,
     .record_activity = shm_record_activity,
     .set_failure_message = shm_set_failure_message,
@@ -891,7 +786,6 @@ static const pl_comm_ops shm_ops = {
 };
 
 static const pli_host_ops shm_host_ops = {
-    .end = shm_end,
     .notify = shm_notify,
     .await_notice = shm_await_notice,
     .map_own = shm_map_own,

@@ -20,8 +20,6 @@
 #include "progress.h"
 #include "segment.h"
 
-typedef enum pli_shm_phase { PLI_RUNNING, PLI_RECOVERING } pli_shm_phase;
-
 typedef struct pli_shm_comm {
     pl_comm super;
     pli_shm_segment *segment;
@@ -31,9 +29,7 @@ typedef struct pli_shm_comm {
     int64_t deadline_ns;
     int owner_pid; /* a forked child must not leave for its parent */
     int n_spins;
-    pli_shm_phase phase;
-    _Atomic uint64_t epoch;    /* changed under busy, by this rank's thread alone */
-    _Atomic uint64_t n_posted; /* by this rank, in this epoch */
+    _Atomic uint64_t n_posted; /* by this rank */
     uint64_t n_done;           /* guarded by busy */
     atomic_flag busy;          /* held while a thread does this rank's parts */
     pl_op *ring;               /* the last ring_ops operations */

@@ -146,19 +146,9 @@ PL_API pl_status pl_comm_progress(pl_comm *comm) PL_MUST_USE;
 PL_API pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket,
                               int64_t slice_ns) PL_MUST_USE;
 
-/* Declares this rank's step failed: on every rank, waits return PL_EPEER with `message`
- * until pl_comm_recover() has succeeded.  `comm` may be NULL. */
+/* Fails the world: on every rank, all calls return PL_EPEER with `message` from now on,
+ * except waits for what every rank has done.  `comm` may be NULL. */
 PL_API void pl_comm_abort(pl_comm *comm, const char *message);
-
-typedef enum pl_recovery {
-    PL_NOTHING_FAILED, /* and nothing was waited for */
-    PL_RECOVERED,      /* every rank has left the failed step */
-} pl_recovery;
-
-/* Leaves a failed step: waits like pl_comm_wait() until every rank has called it.  If a
- * rank is gone, this call and all later ones return PL_EPEER. */
-PL_API pl_status pl_comm_recover(pl_comm *comm, int64_t slice_ns,
-                                 pl_recovery *out) PL_MUST_USE;
 
 /* Tells the peers that this rank leaves: if one waits for it from now on, that wait
  * fails with this reason.  Never waits; may be called twice. */

@@ -289,7 +289,7 @@ static pl_status gpu_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
     PL_TRY(pli_nccl_can(op));
     st = enqueue(self, op, order);
     if (st != PL_OK) {
-        pli_gpu_comm_fail(self, self->generation, st);
+        pli_gpu_comm_fail(self, st);
         PL_TRY(pli_gpu_comm_check(self));
     }
     self->hash = pli_hash_with(self->hash, pli_op_hash(op));
@@ -337,7 +337,7 @@ static pl_status gpu_order(pl_comm *comm, pl_stream *stream)
     pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
     int is_captured = 0;
-    PL_TRY(pli_gpu_comm_check_means(self));
+    PL_TRY(pli_gpu_comm_check_issued(self));
     pli_pool_add_reader(self->pool, stream);
     if (self->last == NULL)
         goto done;
@@ -370,10 +370,7 @@ static void gpu_abort(pl_comm *comm, const char *message)
     if (self->owner_pid != getpid())
         return;
     pl_comm_abort(self->super.base, message);
-    (void)pthread_mutex_lock(&self->lock);
-    const uint64_t generation = self->generation;
-    (void)pthread_mutex_unlock(&self->lock);
-    pli_gpu_comm_fail(self, generation, PL_OK);
+    pli_gpu_comm_fail(self, PL_OK);
 }
 
 static void gpu_record_activity(pl_comm *comm, pl_activity activity, uint64_t step)
@@ -430,7 +427,7 @@ static pl_status gpu_prepare(pl_comm *comm, const pli_reduced_range *range,
     PL_TRY(pli_gpu_comm_check(self));
     st = agree_on(self, pli_gpu_comm_try_means(self, range, order->ready));
     if (st != PL_OK)
-        pli_gpu_comm_fail(self, self->generation, PL_OK);
+        pli_gpu_comm_fail(self, PL_OK);
 done:
     return st;
 }
@@ -455,7 +452,6 @@ static pl_status register_memory(pli_gpu_comm *self, pli_nccl *nccl)
 {
     pl_status st = PL_OK;
     char *board = board_of(self);
-    self->is_registered = 0;
     self->block->handle = pli_nccl_register(nccl, &self->block->memory);
     board[self->super.rank] = self->block->handle != NULL ? 1 : 0;
     PL_TRY(talk(self, PL_ALL_GATHER, 0, (size_t)self->super.world_size));
@@ -468,7 +464,8 @@ done:
     return st;
 }
 
-pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
+/* Collective: makes the communicator, registers the memory, and tries it. */
+static pl_status meet(pli_gpu_comm *self)
 {
     pl_status st = PL_OK;
     char *board = board_of(self);
@@ -485,7 +482,6 @@ pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
     st = meet_in_nccl(self, id, &nccl);
     (void)pthread_mutex_lock(&self->lock);
     self->nccl = nccl;
-    self->is_given_up = 0;
     (void)pthread_mutex_unlock(&self->lock);
     PL_TRY(agree_on(self, st));
     PL_TRY(register_memory(self, nccl));
@@ -536,8 +532,6 @@ static void tear_down(pli_gpu_comm *self)
     if (self->is_left)
         return; /* the helper thread may still write to all of it */
     pli_nccl_destroy(self->nccl);
-    if (self->pool != NULL)
-        pli_pool_deregister(self->pool, NULL);
     pli_inflight_fini(&self->inflight);
     self->backend->ops->event_destroy(self->backend, self->captured);
     self->backend->ops->event_destroy(self->backend, self->drained);
@@ -571,7 +565,6 @@ static const pl_comm_ops gpu_ops = {
     .query = pli_base_query,
     .is_done = pli_base_is_done,
     .wait = gpu_wait,
-    .recover = pli_gpu_comm_recover,
     .abort = gpu_abort,
     .record_activity = gpu_record_activity,
     .set_failure_message = pli_base_set_failure_message,
@@ -583,6 +576,7 @@ static const pl_comm_ops gpu_ops = {
 static const pli_device_ops gpu_device_ops = {
     .order = gpu_order,
     .follow = gpu_follow,
+    .check_means = pli_gpu_comm_check_means,
     .retain_memory = gpu_retain_memory,
     .renew = gpu_renew,
     .prepare = gpu_prepare,
@@ -681,7 +675,7 @@ pl_status pli_gpu_comm_create(const pli_gpu_comm_options *options, pl_comm **out
     if (self == NULL)
         return give_up(options, st);
     PL_TRY(pli_gpu_comm_agree(self, furnish(self, options)));
-    PL_TRY(pli_gpu_comm_meet(self));
+    PL_TRY(meet(self));
     *out = &self->super;
     self = NULL;
 done:

@@ -24,10 +24,10 @@
  * PL_BARRIER.  Its mark shows whether all ranks issued the same device operations,
  * which NCCL cannot see.
  *
- * If a step fails, every rank aborts the communicator, so that no kernel spins on the
- * device, and pl_comm_recover() makes a new one.  The device may still run operations
- * of finished steps, so the abort waits for these first.  The watchdog (watchdog.h)
- * does this too, so that the rank's thread may be blocked elsewhere.
+ * If a step fails, so does the world: every rank aborts the communicator, so that no
+ * kernel spins on the device.  The device may still run operations of finished steps,
+ * so the abort waits for these first.  The watchdog (watchdog.h) does this too, so that
+ * the rank's thread may be blocked elsewhere.
  *
  * A call into NCCL may block for as long as a peer keeps it waiting.  During
  * construction a helper thread (helper_thread.h) makes these calls, and tries the

@@ -1,11 +1,11 @@
-/* gpu_comm_fail.c - ends a step that failed, and recovers from it.
+/* gpu_comm_fail.c - fails a world permanently.
  *
  * The communicator is aborted, so that no kernel spins on the device.  But the host is
  * ahead of the device: the device may still run a step that every rank has finished,
  * and whose means the user's optimizer is about to use.  All devices have those
  * operations in their queues, so the abort first waits for them, for a limited time.
- * If one does not finish, the ranks may hold different parameters, and no step can
- * follow.
+ * If one does not finish, the ranks may hold different parameters: check_means() tells
+ * the caller, so that no new world goes on with these.
  */
 #include <stdio.h>
 #include <unistd.h>
@@ -29,7 +29,7 @@ void pli_gpu_comm_agreed_locked(pli_gpu_comm *self)
         self->n_agreed = self->n_at_ticket;
 }
 
-pl_status pli_gpu_comm_check_means(pli_gpu_comm *self)
+pl_status pli_gpu_comm_check_issued(pli_gpu_comm *self)
 {
     if (atomic_load(&self->phase) == PLI_GPU_RUNNING)
         return PL_OK;
@@ -37,6 +37,27 @@ pl_status pli_gpu_comm_check_means(pli_gpu_comm *self)
     const int is_there = !self->is_lost && self->inflight.n_recorded <= self->n_agreed;
     (void)pthread_mutex_unlock(&self->lock);
     return is_there ? PL_OK : pli_gpu_comm_check(self);
+}
+
+pl_status pli_gpu_comm_check_means(pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = (pli_gpu_comm *)(void *)comm;
+    (void)pthread_mutex_lock(&self->lock);
+    const int is_lost = self->is_lost;
+    (void)pthread_mutex_unlock(&self->lock);
+    if (is_lost) {
+        char cause[PLI_GPU_MESSAGE_BYTES];
+        (void)!pli_gpu_comm_check(self);
+        pli_text_print(cause, sizeof cause, "%s", pl_error_message());
+        st = pli_fail(PL_EPEER,
+                      "rank %d: means of a finished step were lost on the device, so "
+                      "the ranks may differ: start again from what was saved (%s)",
+                      comm->rank, cause);
+        pli_base_set_failure_message(comm, pl_error_message());
+        pli_base_leave(comm);
+    }
+    return st;
 }
 
 static pl_status fail_late(const pli_gpu_comm *self, const pli_inflight_op *inflight)
@@ -74,7 +95,7 @@ pl_status pli_gpu_comm_drain(pli_gpu_comm *self, int64_t most_ns, int64_t gone_n
             is_gone = 1;
             waiting = pli_backoff_begin(gone_ns, NULL, NULL);
         }
-        PL_TRY(pli_gpu_comm_check(self)); /* the watchdog may have failed the step */
+        PL_TRY(pli_gpu_comm_check(self)); /* the watchdog may have failed the world */
         if (pli_backoff_pause(&waiting, "a step that is over") == PL_OK)
             continue;
         if (is_gone)
@@ -101,14 +122,13 @@ static void fail_locked(pli_gpu_comm *self, pl_status st, const char *message)
     atomic_store(&self->phase, PLI_GPU_FAILED);
 }
 
-void pli_gpu_comm_fail(pli_gpu_comm *self, uint64_t generation, pl_status st)
+void pli_gpu_comm_fail(pli_gpu_comm *self, pl_status st)
 {
     char message[PLI_GPU_MESSAGE_BYTES];
     int is_first = 0;
     pli_text_print(message, sizeof message, "%s", pl_error_message());
     (void)pthread_mutex_lock(&self->lock);
-    if (self->generation == generation &&
-        atomic_load(&self->phase) == PLI_GPU_RUNNING) {
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING) {
         if (st != PL_OK && pli_gpu_comm_query_base(self, st) != PL_OK)
             st = PL_OK;
         fail_locked(self, st, st != PL_OK ? message : NULL);
@@ -141,7 +161,7 @@ pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st)
 {
     if (st == PL_OK || st == PL_EAGAIN || st == PL_EINVAL || st == PL_ESTATE)
         return st;
-    pli_gpu_comm_fail(self, self->generation, PL_OK); /* only this thread changes it */
+    pli_gpu_comm_fail(self, PL_OK);
     return pli_gpu_comm_check(self);
 }
 
@@ -188,101 +208,10 @@ void pli_gpu_comm_watch(void *context)
     pli_gpu_comm *self = context;
     int is_base = 0;
     (void)pthread_mutex_lock(&self->lock);
-    const uint64_t generation = self->generation;
     pl_status st = PL_OK;
     if (atomic_load(&self->phase) == PLI_GPU_RUNNING)
         st = check_device(self, &is_base);
     (void)pthread_mutex_unlock(&self->lock);
     if (st != PL_OK)
-        pli_gpu_comm_fail(self, generation, is_base ? PL_OK : st);
-}
-
-/* ---- recovering ----------------------------------------------------------------- */
-
-/* Waits until the device has finished the failed step, and makes a communicator. */
-static pl_status renew_communicator(pli_gpu_comm *self)
-{
-    pl_status st = PL_OK;
-    pli_backoff waiting =
-        pli_backoff_begin(self->deadline_ns, pli_gpu_comm_poll_base, self);
-    (void)pthread_mutex_lock(&self->lock);
-    pli_nccl *old = self->nccl;
-    self->nccl = NULL;
-    (void)pthread_mutex_unlock(&self->lock);
-    pli_nccl_destroy(old);
-    pli_pool_deregister(self->pool, NULL);
-    st = self->backend->ops->event_record(self->backend, self->drained, self->side);
-    if (st == PL_OK)
-        st = pli_backend_await(self->backend, self->drained, &waiting,
-                               "the failed step's work on the device");
-    PL_TRY(pli_gpu_comm_agree(self, st));
-    PL_TRY(pli_gpu_comm_meet(self));
-done:
-    return st;
-}
-
-/* If no step can follow, fails with the cause, and sends it to the waiting ranks. */
-static pl_status check_lost(pli_gpu_comm *self)
-{
-    pl_status st = PL_OK;
-    char cause[PLI_GPU_MESSAGE_BYTES] = "";
-    if (!self->is_lost && !self->is_left)
-        goto done;
-    if (pli_gpu_comm_check(self) != PL_OK)
-        pli_text_print(cause, sizeof cause, "%s", pl_error_message());
-    st = pli_fail(PL_EPEER, "rank %d: %s: start again from what was saved (%s)",
-                  self->super.rank,
-                  self->is_lost ? "means of a finished step were lost on the device, "
-                                  "so the ranks may differ"
-                                : "NCCL keeps a thread of this process",
-                  cause);
-    pli_base_set_failure_message(&self->super, pl_error_message());
-    pli_base_leave(&self->super);
-done:
-    return st;
-}
-
-static void begin_anew(pli_gpu_comm *self)
-{
-    pli_inflight_forget(&self->inflight);
-    self->last = NULL;
-    self->capture = PLI_GPU_CAPTURE_VARIES;
-    self->hash = 0;
-    (void)pthread_mutex_lock(&self->lock);
-    self->base_ticket = 0;
-    self->generation++;
-    self->failure = PL_OK;
-    self->n_agreed = self->n_at_ticket = self->inflight.n_recorded;
-    atomic_store(&self->phase, PLI_GPU_RUNNING);
-    (void)pthread_mutex_unlock(&self->lock);
-}
-
-pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
-{
-    pl_status st = PL_OK;
-    pli_gpu_comm *self = (pli_gpu_comm *)(void *)comm;
-    pl_recovery found = PL_NOTHING_FAILED;
-    if (atomic_load(&self->phase) == PLI_GPU_RUNNING &&
-        pli_base_query(&self->super, PLI_QUERY_STEP) == PL_OK) {
-        *out = PL_NOTHING_FAILED;
-        goto done;
-    }
-    pli_gpu_comm_fail(self, self->generation, PL_OK);
-    PL_TRY(check_lost(self));
-    PL_TRY(pl_comm_recover(self->super.base, slice_ns, &found));
-    if (found == PL_NOTHING_FAILED) {
-        pl_comm_abort(self->super.base, NULL);
-        PL_FAIL(PL_EAGAIN, "not done yet");
-    }
-    st = renew_communicator(self);
-    if (st != PL_OK) {
-        char message[PLI_GPU_MESSAGE_BYTES];
-        pli_text_print(message, sizeof message, "%s", pl_error_message());
-        pl_comm_abort(self->super.base, message); /* so that all ranks recover again */
-        PL_FAIL(st, "%s", message);
-    }
-    begin_anew(self);
-    *out = PL_RECOVERED;
-done:
-    return st;
+        pli_gpu_comm_fail(self, is_base ? PL_OK : st);
 }

@@ -45,19 +45,18 @@ typedef struct pli_gpu_comm {
     int is_registered; /* every rank's memory is registered with NCCL */
     int is_left;       /* a helper thread that uses this world was left behind */
 
-    uint64_t hash; /* of all device operations since the start, or since recovery */
+    uint64_t hash; /* of all device operations */
     _Atomic uint64_t step;
     pli_inflight inflight; /* any thread queries */
     pli_gpu_capture capture;
     pl_event *captured;     /* after the last captured operation */
     atomic_int is_captured; /* an operation was captured */
     pli_stopwatch gone;     /* the watchdog's: since a rank is gone */
-    pl_event *drained;      /* after a failed step, after a trial, or for follow() */
+    pl_event *drained;      /* after a trial, or for follow() */
     pl_event *last;         /* after the last operation; NULL: none yet */
 
     pthread_mutex_t lock;  /* guards the end of a step, and all fields below */
     atomic_int phase;      /* pli_gpu_comm_phase; read without the lock */
-    uint64_t generation;   /* of the communicator */
     pli_nccl *nccl;        /* NULL: a world of one rank, or none yet */
     int is_given_up;       /* the rank's thread aborts `nccl`, and reports why */
     pl_ticket base_ticket; /* of the base's latest operation */
@@ -81,10 +80,6 @@ pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st) PL_MUS
 /* A poll for waits outside the base: signals and peers.  context: a pli_gpu_comm. */
 pl_status pli_gpu_comm_poll_base(void *context) PL_MUST_USE;
 
-/* Collective: makes the communicator, registers the memory, and tries it.  After a
- * failure there may be a communicator that is of no use. */
-pl_status pli_gpu_comm_meet(pli_gpu_comm *self) PL_MUST_USE;
-
 /* ---- gpu_comm_trial.c ----------------------------------------------------------- */
 
 /* Tries the operations that every world uses, with the new communicator. */
@@ -96,32 +91,32 @@ pl_status pli_gpu_comm_try_means(pli_gpu_comm *self, const pli_reduced_range *ra
 
 /* ---- gpu_comm_fail.c ------------------------------------------------------------ */
 
-/* Ends the step of `generation`, unless it has ended: here at once, and through the
- * base on the other ranks.  Any thread may call.  `st` comes with this thread's error
- * message; PL_OK: the base has failed already and has the reason. */
-void pli_gpu_comm_fail(pli_gpu_comm *self, uint64_t generation, pl_status st);
+/* Fails the world, unless it has failed: here at once, and through the base on the
+ * other ranks.  Any thread may call.  `st` comes with this thread's error message;
+ * PL_OK: the base has failed already and has the reason. */
+void pli_gpu_comm_fail(pli_gpu_comm *self, pl_status st);
 
 /* Every rank has done the base's latest operation: the step is over. */
 void pli_gpu_comm_agreed_locked(pli_gpu_comm *self);
 
 /* PL_OK, or the reason why means of operations issued so far will never arrive. */
-pl_status pli_gpu_comm_check_means(pli_gpu_comm *self) PL_MUST_USE;
+pl_status pli_gpu_comm_check_issued(pli_gpu_comm *self) PL_MUST_USE;
+
+/* As in pli_device_ops. */
+pl_status pli_gpu_comm_check_means(pl_comm *comm) PL_MUST_USE;
 
 /* Waits for the operations of finished steps, most_ns for each, or gone_ns once a rank
  * is gone; a failure if one does not finish. */
 pl_status pli_gpu_comm_drain(pli_gpu_comm *self, int64_t most_ns,
                              int64_t gone_ns) PL_MUST_USE;
 
-/* PL_OK, or the failure that ended the step. */
+/* PL_OK, or the world's failure. */
 pl_status pli_gpu_comm_check(pli_gpu_comm *self) PL_MUST_USE;
 
-/* If `st`, from a call of the base, ends the step: fails it here too, returns why. */
+/* If the base has failed with `st`: fails the world here too, returns why. */
 pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
 /* The watchdog's check. */
 void pli_gpu_comm_watch(void *context);
-
-pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns,
-                               pl_recovery *out) PL_MUST_USE;
 
 #endif

@@ -41,7 +41,6 @@ typedef struct op_range {
 
 typedef struct trial {
     pli_gpu_comm *self;
-    char *scratch; /* instead of the world's memory; NULL: use that */
     op_range ranges[2];
     size_t n_ranges;
     pl_event *ready; /* then the memory may be written; NULL: now */
@@ -87,9 +86,7 @@ static int is_right(const pl_op *op, const element *at, int n_ranks, float found
 
 static char *memory_of(const trial *run, const pl_op *op)
 {
-    const size_t at = op->offset_bytes;
-    return run->scratch != NULL ? run->scratch + (at - run->self->super.host_bytes)
-                                : pli_comm_memory(&run->self->super, at);
+    return pli_comm_memory(&run->self->super, op->offset_bytes);
 }
 
 /* Elements of the piece that begins at element i. */
@@ -245,23 +242,15 @@ done:
     return st;
 }
 
-/* A new world's memory has no readers yet.  Later it may have some: then the trial uses
- * a few bytes beside it. */
 pl_status pli_gpu_comm_try(pli_gpu_comm *self)
 {
     enum { FEW_BYTES = 64 };
     pl_status st = PL_OK;
-    void *scratch = NULL;
     const size_t at = self->super.host_bytes;
     size_t n_bytes = self->super.arena_bytes - at;
-    const int is_new =
-        atomic_load(&self->phase) == PLI_GPU_RUNNING; /* no step failed */
-    const size_t n_most = is_new ? MOST_BROADCAST_BYTES : FEW_BYTES;
-    n_bytes = n_bytes < n_most ? n_bytes : n_most;
+    n_bytes = n_bytes < MOST_BROADCAST_BYTES ? n_bytes : MOST_BROADCAST_BYTES;
     if (n_bytes < ELEM_BYTES)
         goto done;
-    if (!is_new)
-        PL_TRY(self->backend->ops->alloc(self->backend, n_bytes, &scratch));
     const pl_op sum = {.kind = PL_ALL_REDUCE,
                        .dtype = PL_F32,
                        .offset_bytes = at,
@@ -271,13 +260,9 @@ pl_status pli_gpu_comm_try(pli_gpu_comm *self)
                              .dtype = PL_F32,
                              .offset_bytes = at,
                              .n_elems = n_bytes / ELEM_BYTES};
-    PL_TRY(try_aside(&(trial){.self = self,
-                              .scratch = scratch,
-                              .ranges = {{sum, 1}, {broadcast, 1}},
-                              .n_ranges = 2}));
+    PL_TRY(try_aside(
+        &(trial){.self = self, .ranges = {{sum, 1}, {broadcast, 1}}, .n_ranges = 2}));
 done:
-    if (!self->is_left)
-        self->backend->ops->free(self->backend, scratch);
     return st;
 }
 

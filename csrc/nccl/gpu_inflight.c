@@ -99,10 +99,3 @@ done:
     (void)pthread_mutex_unlock(&self->lock);
     return st;
 }
-
-void pli_inflight_forget(pli_inflight *self)
-{
-    (void)pthread_mutex_lock(&self->lock);
-    self->n_done = self->n_recorded;
-    (void)pthread_mutex_unlock(&self->lock);
-}

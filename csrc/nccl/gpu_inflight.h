@@ -46,7 +46,4 @@ pl_status pli_inflight_record(pli_inflight *self, const pl_op *op, uint64_t step
 /* The oldest operation that the device has not done; out->n is 0 if it has done all. */
 pl_status pli_inflight_oldest(pli_inflight *self, pli_inflight_op *out) PL_MUST_USE;
 
-/* Forgets the recorded operations: they are done, or never will be. */
-void pli_inflight_forget(pli_inflight *self);
-
 #endif

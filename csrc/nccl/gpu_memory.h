@@ -66,7 +66,7 @@ void pli_pool_trim(pli_pool *pool, pli_nccl *nccl);
  * finished, or a stream is being captured. */
 int pli_pool_await(pli_pool *pool);
 
-/* Deregisters all blocks: the communicator ends.  NULL: it has ended already. */
+/* Deregisters all blocks: the communicator ends. */
 void pli_pool_deregister(pli_pool *pool, pli_nccl *nccl);
 
 /* The world is destroyed.  NULL is allowed. */

@@ -6,7 +6,7 @@
 #include "comm/comm.h"
 #include "state.h"
 
-/* Any pl_*_wait or _recover: returns PL_EAGAIN after about slice_ns. */
+/* Any pl_*_wait: returns PL_EAGAIN after about slice_ns. */
 typedef pl_status (*pli_slice_fn)(void *context, int64_t slice_ns);
 
 /* Calls `slice` while it returns PL_EAGAIN; 0, or -1 with an exception set. */

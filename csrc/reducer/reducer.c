@@ -220,8 +220,9 @@ static const uint32_t *learned_order(const pl_reducer *self)
     return (const uint32_t *)(const void *)(self->arena + self->at.order);
 }
 
-pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
-                              const pl_plan_caps *caps)
+/* Adopts a new plan with this order and these caps. */
+static pl_status lay_out(pl_reducer *self, const uint32_t *order,
+                         const pl_plan_caps *caps)
 {
     pl_status st = PL_OK;
     pl_plan *plan = NULL;
@@ -247,7 +248,7 @@ pl_status pl_reducer_set_comm_hook(pl_reducer *self, const pl_comm_hook *hook,
         PL_FAIL(PL_ESTATE, "cannot set a communication hook during a step, or after a "
                            "failed one: set it after the next step");
     PL_TRY(copy_each_cap(caps, &each));
-    PL_TRY(pli_reducer_lay_out(self, order, caps));
+    PL_TRY(lay_out(self, order, caps));
     pli_free((void *)self->spec.caps.each);
     self->spec.caps = *caps;
     self->spec.caps.each = each;
@@ -268,10 +269,16 @@ pl_status pl_reducer_begin(pl_reducer *self)
 {
     pl_status st = PL_OK;
     rank_flags *mine = flags_of(self, pl_comm_rank(self->comm));
+    if (self->phase == REDUCER_FAILED)
+        PL_FAIL(PL_EPEER,
+                "rank %d: a step has failed, and no forward has met the other ranks "
+                "since: run one through the wrapper before this backward",
+                pl_comm_rank(self->comm));
     if (self->phase != REDUCER_IDLE)
         PL_FAIL(PL_ESTATE, "cannot begin a step while another is under way");
+    PL_TRY(pl_reducer_notice_failure(self));
     if (self->learning == LEARNING_ORDER_KNOWN) { /* the second step, on every rank */
-        PL_TRY(pli_reducer_lay_out(self, learned_order(self), &self->spec.caps));
+        PL_TRY(lay_out(self, learned_order(self), &self->spec.caps));
         self->learning = LEARNING_DONE;
     }
     for (size_t i = 0; i < self->spec.n_params; i++)
@@ -286,7 +293,6 @@ pl_status pl_reducer_begin(pl_reducer *self)
     self->root = pl_reducer_next_root(self);
     arm_buckets(self);
     self->step++;
-    self->ticket_before = self->last_ticket;
     self->phase = REDUCER_FILLING;
     pli_comm_record_activity(self->comm, PL_BACKWARD, self->step);
     pli_recorder_plan(self->comm->recorder, self->plan->n_buckets, self->plan->n_bytes);
@@ -385,8 +391,8 @@ pl_participation pl_reducer_participation(const pl_reducer *self)
 
 void pl_reducer_reset_participation(pl_reducer *self)
 {
-    self->participation = (pl_participation){.n_active = pl_comm_world_size(self->comm),
-                                             .last_joining = -1};
+    self->participation = (pl_participation){
+        .n_active = pl_comm_world_size(self->comm), .last_joining = -1, .gives_up = -1};
 }
 
 int pl_reducer_next_root(const pl_reducer *self)

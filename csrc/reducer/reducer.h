@@ -99,7 +99,8 @@ void pl_reducer_set_stream(pl_reducer *reducer, pl_stream *stream);
  * the stream.  A no-op on the CPU. */
 pl_status pl_reducer_prepare(pl_reducer *reducer) PL_MUST_USE;
 
-/* Starts a step.  PL_ESTATE if one is under way. */
+/* Starts a step.  PL_ESTATE if one is under way; the failure of a world that has
+ * failed: this rank gives up that step too, even if it gets there late. */
 pl_status pl_reducer_begin(pl_reducer *reducer) PL_MUST_USE;
 
 /* Takes a gradient that backward has just produced.  `data` is dense, in the slot's
@@ -170,9 +171,9 @@ pl_status pl_reducer_check_forwards(const pl_reducer *reducer) PL_MUST_USE;
 /* In place of `end`, on every rank: drops the means. */
 void pl_reducer_discard(pl_reducer *reducer);
 
-/* Between steps: this rank gives up the next step.  If peers have failed it too, this
- * counts as the same failure: recover() then recovers at once, without PL_EPEER. */
-void pl_reducer_skip(pl_reducer *reducer);
+/* Between steps: returns the failure of the world, if a peer has failed it; this rank
+ * then gives up the next step, too. */
+pl_status pl_reducer_notice_failure(pl_reducer *reducer) PL_MUST_USE;
 
 /* ---- ranks without gradients ---------------------------------------------------- */
 
@@ -181,6 +182,7 @@ typedef enum pl_role {
     PL_SHADOWING, /* it has taken shadow steps before */
     PL_JOINING,   /* it takes its first shadow step */
     PL_ACTIVE,
+    PL_GIVES_UP, /* over a group comm: the step has failed on it, so on all ranks */
 } pl_role;
 
 /* The roles in a step; the same on every rank. */
@@ -188,6 +190,7 @@ typedef struct pl_participation {
     int n_active;
     int first_active; /* -1: none */
     int last_joining; /* -1: none */
+    int gives_up;     /* the lowest rank that does; -1: none */
 } pl_participation;
 
 /* After `begin`: this rank has no gradients for the step.  Marks all parameters unused,
@@ -221,32 +224,37 @@ pl_status pl_reducer_rescale(pl_reducer *reducer) PL_MUST_USE;
 pl_status pl_reducer_rescale_mean(pl_reducer *reducer, const pl_move *mean) PL_MUST_USE;
 
 /* Call when the last operation of the step is done: from then on, peers take the step.
- * So a failure between this call and `end` ends a world that has pli_host_ops. */
+ * If this rank fails before `end`, the numbers of taken steps differ. */
 pl_status pl_reducer_complete(pl_reducer *reducer) PL_MUST_USE;
 
 /* Ends the step, and learns from it for the next one. */
 pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
 
-/* Fails the step on this rank, and so on all; `text` may be NULL.  Over a group comm, a
- * step that has issued nothing yet is undone instead, as if it had not begun. */
+/* Fails the world with the step, on every rank; `text` may be NULL.  No step follows:
+ * make a new world, and a reducer that follows this one.  Over a group comm the world
+ * lasts until peers see in the step's flags that this rank gives it up. */
 void pl_reducer_fail(pl_reducer *reducer, const char *text);
 
-/* Call before a step begins.  PL_OK at once if no step has failed.  If another rank has
- * failed a step, the first call returns PL_EPEER: this rank gives up that step too,
- * even if it gets there late.  The next call recovers together with all ranks;
- * PL_EAGAIN after slice_ns. */
-pl_status pl_reducer_recover(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
+/* Continues the numbers of steps of a reducer whose world has failed. */
+void pl_reducer_follow(pl_reducer *reducer, const pl_reducer *failed);
+
+/* How many steps this rank has taken: ranks with other numbers have other weights. */
+uint64_t pl_reducer_n_taken(const pl_reducer *reducer);
+
+/* After a failure: PL_EMISMATCH if ranks have got different means, PL_EPEER if this
+ * rank's device has lost means of a finished step.  Then only a checkpoint helps. */
+pl_status pl_reducer_check_weights(const pl_reducer *reducer) PL_MUST_USE;
 
 /* ---- queries -------------------------------------------------------------------- */
 
 /* Non-zero once the plan follows the order in which gradients came in a step.  After
- * that, only a recovery or a new hook changes the plan. */
+ * that, only a new hook changes the plan. */
 int pl_reducer_is_learned(const pl_reducer *reducer);
 
 /* Non-zero between begin and end. */
 int pl_reducer_is_active(const pl_reducer *reducer);
 
-/* Non-zero after a step has failed, until recovery. */
+/* Non-zero after a step has failed. */
 int pl_reducer_has_failed(const pl_reducer *reducer);
 
 /* Non-zero between begin and the first close: gradients are still taken. */

@@ -35,8 +35,6 @@ pl_status pli_deferred_copies_init(pl_reducer *self)
     PL_TRY(
         pli_calloc(n, sizeof(pl_stream *), "a bucket's streams", &deferred->streams));
     PL_TRY(pli_calloc(n, sizeof(pl_event *), "buckets' events", &deferred->ready));
-    PL_TRY(pli_calloc(n, sizeof(pl_event *), "a failed step's events",
-                      &deferred->pending));
     PL_TRY(self->backend->ops->event_create(self->backend, &deferred->any_event));
     PL_TRY(self->backend->ops->event_create(self->backend, &deferred->side_event));
 done:
@@ -55,7 +53,6 @@ void pli_deferred_copies_fini(pl_reducer *self)
     if (!pli_reducer_defers(self))
         return;
     destroy_events(self, deferred->ready, deferred->n_ready);
-    destroy_events(self, deferred->pending, deferred->n_pending_made);
     if (deferred->any_event != NULL)
         destroy_events(self, &deferred->any_event, 1);
     if (deferred->side_event != NULL)
@@ -64,7 +61,6 @@ void pli_deferred_copies_fini(pl_reducer *self)
     pli_free(deferred->batch);
     pli_free(deferred->streams);
     pli_free(deferred->ready);
-    pli_free(deferred->pending);
 }
 
 pl_status pli_deferred_copies_make_room(pl_reducer *self, size_t n_buckets)
@@ -102,16 +98,6 @@ done:
     return st;
 }
 
-/* Before `stream` writes to a slot: pending work of a failed step may write there too.
- * If that was captured, and its graph dropped, there is nothing to wait for, and the
- * event gives an error. */
-static void stream_wait_pending(pl_reducer *self, pl_stream *stream)
-{
-    for (size_t k = 0; k < self->deferred.n_pending; k++)
-        (void)self->backend->ops->event_wait(self->backend, self->deferred.pending[k],
-                                             stream);
-}
-
 static void add_stream(pl_stream **streams, size_t *n_streams, pl_stream *stream)
 {
     for (size_t k = 0; k < *n_streams; k++)
@@ -134,29 +120,14 @@ done:
 void pli_deferred_copies_abandon(pl_reducer *self)
 {
     deferred_copies *deferred = &self->deferred;
-    const pl_backend_ops *ops = self->backend->ops;
     size_t n_streams = 0;
-    if (!pli_reducer_defers(self))
+    if (!pli_reducer_defers(self) || self->comm->device == NULL)
         return;
     for (size_t i = 0; i < self->spec.n_params; i++)
         if (deferred->copies[i].state != COPY_NONE)
             add_stream(deferred->streams, &n_streams, deferred->copies[i].stream);
     for (size_t k = 0; k < n_streams; k++)
-        stream_wait_pending(self, deferred->streams[k]); /* what was pending stays so */
-    for (size_t k = 0; k < n_streams; k++) {
-        if (k == deferred->n_pending_made) {
-            if (ops->event_create(self->backend, &deferred->pending[k]) != PL_OK)
-                break;
-            deferred->n_pending_made++;
-        }
-        (void)ops->event_record(self->backend, deferred->pending[k],
-                                deferred->streams[k]);
-    }
-    for (size_t k = 0; self->comm->device != NULL && k < n_streams; k++)
         self->comm->device->follow(self->comm, deferred->streams[k]);
-    if (n_streams > 0)
-        deferred->n_pending =
-            n_streams < deferred->n_pending_made ? n_streams : deferred->n_pending_made;
 }
 
 /* ---- deferring ------------------------------------------------------------------ */
@@ -169,7 +140,6 @@ static pl_status flush(pl_reducer *self, size_t param)
     if (copy->state != COPY_DEFERRED)
         goto done;
     const pl_move move = slot_move(self, param, copy->data);
-    stream_wait_pending(self, copy->stream);
     PL_TRY(self->backend->ops->copy(self->backend, &move, 1, copy->stream));
     *copy = (deferred_copy){.stream = copy->stream, .state = COPY_IN_SLOT};
 done:
@@ -186,7 +156,6 @@ static pl_status add_now(pl_reducer *self, size_t param, const void *data,
     PL_TRY(flush(self, param));
     if (copy->state == COPY_IN_SLOT)
         PL_TRY(stream_wait(self, stream, copy->stream));
-    stream_wait_pending(self, stream);
     PL_TRY(self->backend->ops->add(self->backend, &move, 1, stream));
     *copy = (deferred_copy){.stream = stream, .state = COPY_IN_SLOT};
 done:
@@ -265,7 +234,6 @@ static pl_status pack(pl_reducer *self, size_t b, pl_stream *stream)
     const size_t n_moves = list_moves(self, b, stream, &n_streams);
     for (size_t k = 0; k < n_streams; k++)
         PL_TRY(stream_wait(self, stream, deferred->streams[k]));
-    stream_wait_pending(self, stream);
     if (n_moves > 0)
         PL_TRY(backend->ops->copy(backend, deferred->batch, n_moves, stream));
     PL_TRY(backend->ops->event_record(backend, deferred->ready[b], stream));

@@ -1,6 +1,6 @@
 /* reducer_finish.c - ends a step: posts the remaining buckets, reduces late gradients,
  * checks that all ranks are in the same step and got the same means, and learns the
- * next plan; or fails a step, and recovers. */
+ * next plan; or fails the step. */
 #include <stdio.h>
 #include <string.h>
 
@@ -10,7 +10,6 @@
 #include "reducer_state.h"
 
 enum {
-    FAILURE_BYTES = 8192,
     MOST_NAMED = 8, /* ranks, in a message */
     WINDOWS = 16,   /* on the means */
     WINDOW_LEAST_BYTES = 1 << 16
@@ -128,7 +127,6 @@ static pl_status close_step(pl_reducer *self)
         if (self->buckets[b].phase == BUCKET_FILLING)
             pli_reducer_bucket_is_ready(self, b);
     PL_TRY(pli_reducer_post_ready(self, self->stream));
-    self->deferred.n_pending = 0;
     PL_TRY(issue_extra(self, ISSUE_FOLLOWED));
     const int sends_order = self->learning == LEARNING_NOTHING;
     PL_TRY(issue_flags(self, sends_order ? ISSUE_FOLLOWED : ISSUE_LAST));
@@ -338,7 +336,7 @@ done:
 /* Reads the roles that the ranks have sent. */
 static void read_participation(pl_reducer *self)
 {
-    pl_participation found = {.first_active = -1, .last_joining = -1};
+    pl_participation found = {.first_active = -1, .last_joining = -1, .gives_up = -1};
     for (int r = pl_comm_world_size(self->comm); r-- > 0;) {
         const unsigned char role = flags_of(self, r)->role;
         if (role == PL_ACTIVE) {
@@ -346,6 +344,8 @@ static void read_participation(pl_reducer *self)
             found.first_active = r;
         } else if (role == PL_JOINING && found.last_joining < 0) {
             found.last_joining = r;
+        } else if (role == PL_GIVES_UP) {
+            found.gives_up = r;
         }
     }
     self->participation = found;
@@ -363,6 +363,13 @@ pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
         memset(late_of(self), 0, self->spec.n_params);
     } else {
         read_participation(self);
+        if (self->participation.gives_up >= 0)
+            PL_FAIL(
+                PL_EPEER,
+                "rank %d: the step of rank %d failed (step %llu), so this one cannot "
+                "be finished: rank %d has the cause",
+                pl_comm_rank(self->comm), self->participation.gives_up,
+                (unsigned long long)self->step, self->participation.gives_up);
         PL_TRY(compare_means(self));
         sum_means(self);
     }
@@ -413,7 +420,7 @@ pl_status pl_reducer_complete(pl_reducer *self)
     return PL_OK;
 }
 
-pl_status pl_reducer_end(pl_reducer *self)
+static pl_status end_step(pl_reducer *self)
 {
     pl_status st = PL_OK;
     if (self->phase == REDUCER_REDUCED)
@@ -431,17 +438,26 @@ done:
     return st;
 }
 
+pl_status pl_reducer_end(pl_reducer *self)
+{
+    const pl_status st = end_step(self);
+    self->n_taken += st == PL_OK;
+    return st;
+}
+
 void pl_reducer_discard(pl_reducer *self)
 {
     memset(late_of(self), 0, self->spec.n_params);
-    if (pl_reducer_end(self) != PL_OK)
+    if (end_step(self) != PL_OK)
         pl_reducer_fail(self, NULL);
 }
 
-void pl_reducer_skip(pl_reducer *self)
+pl_status pl_reducer_notice_failure(pl_reducer *self)
 {
-    if (self->phase == REDUCER_IDLE && pl_comm_progress(self->comm) != PL_OK)
+    const pl_status st = pl_comm_progress(self->comm);
+    if (st != PL_OK && self->phase == REDUCER_IDLE)
         self->phase = REDUCER_FAILED;
+    return st;
 }
 
 /* ---- the same step -------------------------------------------------------------- */
@@ -600,87 +616,67 @@ done:
     return st;
 }
 
-/* ---- failure and recovery ------------------------------------------------------- */
+/* ---- failure -------------------------------------------------------------------- */
 
-/* Whether this rank can undo the step, in a world that cannot recover.  There, ranks
- * share only the number of operations that each has issued; a step changes it with its
- * first.  The next step's flags show whether all ranks left this one or only some,
- * because its forwards count as without a backward.  A step with buffers cannot be
- * undone: they would have to be sent again for the next forward, which a peer may not
- * have reached. */
-static int can_withdraw(const pl_reducer *self)
+/* Over a process group, peers wait for every operation of the step, and cannot be told
+ * that it has failed.  So this rank issues the operations that are left, with zeros,
+ * and its role tells that no rank takes the step.  The group is then in step. */
+static pl_status give_up(pl_reducer *self)
 {
-    return self->comm->is_failure_final && self->comm->backend == NULL &&
-           self->phase == REDUCER_FILLING && self->comm_hook.post == NULL &&
-           self->spec.extra_bytes == 0 && self->last_ticket == self->ticket_before &&
-           pl_comm_progress(self->comm) == PL_OK;
+    pl_status st = PL_OK;
+    if (self->phase == REDUCER_IDLE)
+        PL_TRY(pl_reducer_begin(self));
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        if (self->slots[i].n_ready == 0)
+            PL_TRY(pl_reducer_mark_unused(self, i, NULL, PL_REPLACE, PL_UNUSED));
+    flags_of(self, pl_comm_rank(self->comm))->role = PL_GIVES_UP;
+    PL_TRY(close_step(self));
+done:
+    return st;
 }
 
-/* Other ranks take the step that this rank has failed to take. */
-static void end_world(pl_reducer *self, const char *text)
+/* Whether all ranks fail the step by its end. */
+static int fails_by_group(pl_reducer *self)
 {
-    char message[FAILURE_BYTES];
-    pli_text_print(
-        message, sizeof message,
-        "this rank failed after the step's last operation, and other ranks have taken "
-        "the step, so weights differ: load them from a checkpoint: %s",
-        text != NULL ? text : "an exception in its backward");
-    self->comm->host->end(self->comm, message);
+    if (!pli_comm_is_group_comm(self->comm) || self->comm->backend != NULL)
+        return 0;
+    if (self->participation.gives_up >= 0)
+        return 1;
+    return (self->phase == REDUCER_IDLE || self->phase == REDUCER_FILLING) &&
+           pl_comm_progress(self->comm) == PL_OK && give_up(self) == PL_OK;
 }
 
 void pl_reducer_fail(pl_reducer *self, const char *text)
 {
-    if (can_withdraw(self)) {
-        self->phase = REDUCER_IDLE;
-        return;
-    }
-    if (self->phase == REDUCER_COMPLETE && self->comm->world_size > 1 &&
-        self->comm->host != NULL)
-        end_world(self, text);
-    else
+    if (!fails_by_group(self))
         pl_comm_abort(self->comm, text);
     if (pl_reducer_is_active(self))
         pli_deferred_copies_abandon(self);
     self->phase = REDUCER_FAILED;
 }
 
-/* Ranks may have failed before or after a step's end, so they may have learned
- * different things: all start again from the first plan. */
-static pl_status forget(pl_reducer *self)
+pl_status pl_reducer_check_weights(const pl_reducer *self)
 {
     pl_status st = PL_OK;
-    PL_TRY(pli_reducer_lay_out(self, NULL, &self->spec.caps));
-    self->learning = LEARNING_NOTHING;
-    pl_reducer_reset_participation(self);
-    self->check.crc = 0;
-    self->check.n_steps = 0;
-    for (size_t i = 0; i < self->spec.n_params; i++) {
-        self->slots[i] = (slot_state){0};
-        self->backups[i].is_taken = 0;
-    }
-done:
-    return st;
-}
-
-pl_status pl_reducer_recover(pl_reducer *self, int64_t slice_ns)
-{
-    pl_status st = PL_OK;
-    pl_recovery recovery = PL_NOTHING_FAILED;
     if (self->check.has_failed)
         PL_FAIL(
             PL_EMISMATCH,
             "rank %d: the ranks' weights differ since step %llu: load a checkpoint, "
             "and wrap the model anew on every rank",
             pl_comm_rank(self->comm), (unsigned long long)self->check.step);
-    if (self->phase != REDUCER_FAILED) {
-        st = pl_comm_progress(self->comm);
-        if (st != PL_OK)
-            self->phase = REDUCER_FAILED;
-        goto done;
-    }
-    PL_TRY(pl_comm_recover(self->comm, slice_ns, &recovery));
-    PL_TRY(forget(self));
-    self->phase = REDUCER_IDLE;
+    if (self->comm->device != NULL)
+        PL_TRY(self->comm->device->check_means(self->comm));
 done:
     return st;
+}
+
+void pl_reducer_follow(pl_reducer *self, const pl_reducer *failed)
+{
+    self->step = failed->step;
+    self->n_taken = failed->n_taken;
+}
+
+uint64_t pl_reducer_n_taken(const pl_reducer *self)
+{
+    return self->n_taken;
 }

@@ -13,7 +13,7 @@ typedef enum reducer_phase {
     REDUCER_COMPLETE,      /* ... end: no operation is left, and peers take the step */
     REDUCER_FILLING_AGAIN, /* after the first late write, until the second close */
     REDUCER_WAITING_AGAIN, /* ... until the second wait */
-    REDUCER_FAILED,        /* until recovered */
+    REDUCER_FAILED,        /* permanently */
 } reducer_phase;
 
 /* What earlier steps have shown. */
@@ -67,10 +67,6 @@ typedef struct deferred_copies {
     size_t n_ready;
     pl_event *any_event;  /* for any two streams */
     pl_event *side_event; /* for what is in no bucket */
-    /* After work that a failed step may have left pending on its streams. */
-    pl_event **pending;
-    size_t n_pending;
-    size_t n_pending_made;
 } deferred_copies;
 
 /* The first mean during the second all-reduce.  On a device the memory is kept for the
@@ -87,7 +83,7 @@ typedef struct means_check {
     uint32_t crc;   /* of means of `step`, in two buckets and those between; 0: none */
     uint64_t step;
     size_t first_bucket, last_bucket;
-    uint64_t n_steps; /* taken by all ranks since the start, or the last failure */
+    uint64_t n_steps; /* taken by all ranks since the start */
 } means_check;
 
 /* Where the parts of the arena begin: reducer.h. */
@@ -114,14 +110,14 @@ struct pl_reducer {
     reducer_learning learning;
     unsigned generation;
     uint64_t step;
-    size_t n_posted; /* buckets, in order */
+    uint64_t n_taken; /* steps that have ended, also those of `failed` in follow() */
+    size_t n_posted;  /* buckets, in order */
     uint32_t n_ready;
     size_t n_ready_params;
     pl_participation participation; /* of the last step */
     means_check check;
     int root; /* of this step's broadcasts */
     pl_ticket last_ticket;
-    pl_ticket ticket_before; /* last_ticket when the step began */
 };
 
 static inline int pli_reducer_defers(const pl_reducer *self)
@@ -176,10 +172,6 @@ static inline pl_move slot_move(const pl_reducer *self, size_t param, const void
                      .n_elems = self->params[param].n_elems};
 }
 
-/* Adopts a new plan with this order and these caps. */
-pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
-                              const pl_plan_caps *caps) PL_MUST_USE;
-
 /* Records that a bucket has all its gradients. */
 static inline void pli_reducer_record_ready(const pl_reducer *self, size_t b)
 {
@@ -225,7 +217,7 @@ pl_status pli_reducer_copy_late(pl_reducer *self, size_t param,
 pl_status pli_reducer_record_side(pl_reducer *self, pl_stream *stream,
                                   pl_event **out) PL_MUST_USE;
 
-/* The step fails: the next one will wait for the work that it has enqueued. */
+/* The step fails: the world's memory outlives the work that it has enqueued. */
 void pli_deferred_copies_abandon(pl_reducer *self);
 
 #endif

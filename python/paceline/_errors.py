@@ -15,15 +15,14 @@ _REPORTER = re.compile(r"rank (\d+): ")
 # Prefixes of a message that a rank passes on from another rank or host.
 _PASSED_ON = re.compile(
     rf".*?{_OWN_WORDS}(?=rank \d+: )"
-    r"|(?:rank \d+: )?(?:rank (\d+)|ranks \d+ to \d+) \(host \d+\) failed: "
-    r"|(?:rank \d+: )?(?:the (?:world|step) has failed|[^(\n]* from what was saved) "
+    r"|(?:rank \d+: )?(?:the step has failed|[^(\n]* from what was saved) "
     r"\((?=rank \d+: )"
     r"|(?:rank \d+: )?rank \d+ could not make (?:its|the) world: (?=rank \d+: )",
     re.DOTALL,
 )
 _CULPRIT = re.compile(
     r".*?\brank 0(?:'s| has| was given)\b.*?\brank (\d+)(?:'s| has| what)"
-    r"|(?:the step of |this rank and |the world has failed \(|a step has failed on )?"
+    r"|(?:the step of |this rank and |the step has failed \(|a step has failed on )?"
     r"rank (\d+)\b(?: \(process (?P<pid>\d+)\) died)?"
     r"|this rank is in a forward that rank (\d+)\b"
     r"|ranks \[(\d+)\] have not"
@@ -42,7 +41,7 @@ class _NamesRank(Exception):
         super().__init__(*args)
         text, rank, is_passed_on = str(self), None, False
         while found := _PASSED_ON.match(text):
-            rank, is_passed_on, text = found[1], True, text[found.end() :]
+            is_passed_on, text = True, text[found.end() :]
         text = text.partition(_OWN_WORDS)[0]
         reporter = _REPORTER.match(text)
         culprit = _CULPRIT.match(text, reporter.end() if reporter else 0)

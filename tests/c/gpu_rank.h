@@ -54,6 +54,8 @@ typedef struct kept_view {
 
 typedef struct gpu_rank {
     const model *model;
+    pli_nccl_library *nccl;
+    succession *worlds;
     pl_comm *comm;
     pl_backend *backend;
     pl_reducer *reducer;
@@ -74,7 +76,6 @@ typedef struct gpu_rank {
     size_t n_dropped; /* buckets whose gradients are freed */
     int n_late;
     int n_renewed;
-    int has_failed;           /* in the last step */
     unsigned percent_flushed; /* of what is held */
     int is_joined; /* the main stream waits for the others after a backward */
     int is_read;   /* the host waits for the device in some steps */
@@ -237,15 +238,33 @@ static inline pl_status gpu_rank_prepare(gpu_rank *self)
     return pl_reducer_prepare(self->reducer);
 }
 
-/* On success the GPU world owns `base`. */
-static inline int gpu_rank_create(const model *it, pl_comm *base,
+/* Makes a world and its reducer.  On success the GPU world owns `base`. */
+static inline int gpu_rank_join(gpu_rank *self, pl_comm *base)
+{
+    const pl_reducer_spec spec = spec_of(self->model);
+    const size_t host_bytes = pl_reducer_header_bytes(&spec);
+    const pli_gpu_comm_options options = {
+        .base = base,
+        .backend = self->backend,
+        .nccl = self->model->world_size > 1 ? self->nccl : NULL,
+        .host_bytes = host_bytes,
+        .device_bytes = pl_reducer_arena_bytes(&spec) - host_bytes,
+        .n_ops = pl_reducer_max_ops(&spec),
+        .deadline_ns = RANKS_DEADLINE_NS,
+    };
+    return CHECK_OK(pli_gpu_comm_create(&options, &self->comm)) &&
+           CHECK_OK(
+               pl_reducer_create(&spec, self->comm, self->backend, &self->reducer));
+}
+
+static inline int gpu_rank_create(const model *it, pl_comm *base, succession *worlds,
                                   pli_nccl_library *nccl, draw *random, gpu_rank *self)
 {
-    const pl_reducer_spec spec = spec_of(it);
-    const size_t host_bytes = pl_reducer_header_bytes(&spec);
     const pli_cuda_options cuda = {.device = pl_comm_rank(base), .driver = fake_path()};
     memset(self, 0, sizeof *self);
     self->model = it;
+    self->nccl = nccl;
+    self->worlds = worlds;
     self->rank = pl_comm_rank(base);
     self->random = random;
     self->percent_flushed = 12;
@@ -256,19 +275,26 @@ static inline int gpu_rank_create(const model *it, pl_comm *base,
         !CHECK(cuDevicePrimaryCtxRetain(&self->context, self->rank) == 0) ||
         !CHECK(cuCtxPushCurrent(self->context) == 0))
         return 0;
-    const pli_gpu_comm_options options = {
-        .base = base,
-        .backend = self->backend,
-        .nccl = it->world_size > 1 ? nccl : NULL,
-        .host_bytes = host_bytes,
-        .device_bytes = pl_reducer_arena_bytes(&spec) - host_bytes,
-        .n_ops = pl_reducer_max_ops(&spec),
-        .deadline_ns = RANKS_DEADLINE_NS,
-    };
-    return CHECK_OK(pli_gpu_comm_create(&options, &self->comm)) &&
-           CHECK_OK(
-               pl_reducer_create(&spec, self->comm, self->backend, &self->reducer)) &&
-           gpu_rank_furnish(self) && CHECK_OK(gpu_rank_prepare(self));
+    return gpu_rank_join(self, base) && gpu_rank_furnish(self) &&
+           CHECK_OK(gpu_rank_prepare(self));
+}
+
+/* Leaves a failed world for the next, while the failed step may still be under way on
+ * the device.  Views of means are kept. */
+static inline int gpu_rank_renew(gpu_rank *self)
+{
+    pl_comm *failed_comm = self->comm;
+    pl_reducer *failed = self->reducer;
+    pl_comm *base = succession_meet(self->worlds, self->model, self->rank);
+    if (base == NULL || !gpu_rank_join(self, base) || !CHECK_OK(gpu_rank_prepare(self)))
+        return 0;
+    CHECK_OK(pl_reducer_check_weights(failed));
+    pl_reducer_follow(self->reducer, failed);
+    pl_reducer_destroy(failed);
+    pli_window_release(self->window);
+    self->window = NULL;
+    pl_comm_destroy(failed_comm);
+    return 1;
 }
 
 static inline void forget_kept(kept_view *it)

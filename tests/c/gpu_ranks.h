@@ -35,7 +35,9 @@ typedef struct gpu_ranks {
     pli_nccl_library *library;
     pli_watchdog *watchdog;
     pl_comm *bases[GPUS_MOST];
-    void *context; /* the test's own */
+    pthread_barrier_t meeting; /* of ranks that leave a failed world */
+    int has_next;              /* world */
+    void *context;             /* the test's own */
 } gpu_ranks;
 
 /* What one rank has. */
@@ -218,6 +220,7 @@ static inline int gpu_ranks_run(gpu_ranks *all, void (*run)(gpu_rank *self),
     pthread_t threads[GPUS_MOST];
     int n_failed = 0;
     ranks = ranks != NULL ? ranks : own;
+    (void)pthread_barrier_init(&all->meeting, NULL, (unsigned)all->world_size);
     for (int r = 0; r < all->world_size; r++) {
         ranks[r] = (gpu_rank){.all = all,
                               .rank = r,
@@ -228,6 +231,7 @@ static inline int gpu_ranks_run(gpu_ranks *all, void (*run)(gpu_rank *self),
     }
     for (int r = 0; r < all->world_size; r++)
         (void)pthread_join(threads[r], NULL);
+    (void)pthread_barrier_destroy(&all->meeting);
     for (int r = 0; r < all->world_size; r++)
         n_failed += ranks[r].made != PL_OK;
     return n_failed;
@@ -378,19 +382,25 @@ static inline pl_status gpu_copy_mean(gpu_rank *self, void *out)
     return self->backend->ops->copy(self->backend, &move, 1, self->stream);
 }
 
-static inline pl_status gpu_leave_behind(gpu_rank *self)
-{
-    pl_recovery how = PL_NOTHING_FAILED;
-    const pl_status st = recover_through(self->comm, &how);
-    if (st == PL_OK)
-        CHECK(how == PL_RECOVERED);
-    return st;
-}
-
 static inline void gpu_end_world(gpu_rank *self)
 {
     pl_comm_destroy(self->comm);
     self->comm = self->all->bases[self->rank] = NULL;
+}
+
+/* Call on every rank: leaves a failed world for a new one. */
+static inline int gpu_renew_world(gpu_rank *self)
+{
+    gpu_ranks *all = self->all;
+    pl_comm *failed = self->comm;
+    CHECK_OK(failed->device->check_means(failed));
+    if (pthread_barrier_wait(&all->meeting) == PTHREAD_BARRIER_SERIAL_THREAD)
+        all->has_next = gpu_ranks_make_bases(all);
+    (void)pthread_barrier_wait(&all->meeting);
+    self->comm = NULL;
+    const int is_made = all->has_next && CHECK_OK(gpu_join(self));
+    pl_comm_destroy(failed);
+    return is_made;
 }
 
 static inline CUstream gpu_user_stream(const gpu_rank *self)

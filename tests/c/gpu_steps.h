@@ -102,7 +102,7 @@ static inline pl_status device_grad(gpu_rank *self, uint64_t step, size_t i, int
     pl_write_mode mode = k_grad == 0 || is_total ? PL_REPLACE : PL_ADD;
     block data = {.at = 0};
     void *memory = NULL;
-    if (k_grad == 0 && !self->has_failed && draw_below(self->random, 3) == 0) {
+    if (k_grad == 0 && draw_below(self->random, 3) == 0) {
         mode = PL_IN_PLACE;
         memory = gpu_slot(self, i);
     } else {
@@ -274,13 +274,11 @@ static inline int gpu_end(gpu_rank *self)
 /* A whole step without a failure. */
 static inline int gpu_step(gpu_rank *self, uint64_t step)
 {
-    if (!CHECK_OK(reducer_recover_through(self->reducer)) ||
-        !CHECK_OK(gpu_begin(self)) ||
+    if (!CHECK_OK(gpu_begin(self)) ||
         !CHECK_OK(gpu_backward(self, step, self->model->n_params)) ||
         !CHECK_OK(gpu_finish(self, step)))
         return 0;
     gpu_check(self, step, self->model->world_size);
-    self->has_failed = 0;
     return gpu_end(self);
 }
 
@@ -290,6 +288,7 @@ static inline int gpu_step(gpu_rank *self, uint64_t step)
 typedef struct lesson {
     model it;
     pli_nccl_library *nccl;
+    succession worlds;
     int divides_by_active;
     void (*train)(gpu_rank *self, const struct lesson *what);
     int (*step)(gpu_rank *self, uint64_t step);
@@ -303,7 +302,8 @@ static inline void lesson_rank(rank_job *job)
     gpu_rank *self = malloc(sizeof *self);
     if (self == NULL)
         exit(2);
-    if (gpu_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
+    if (gpu_rank_create(&what->it, job->comm, &what->worlds, what->nccl, &job->random,
+                        self)) {
         if (what->train != NULL)
             what->train(self, what);
         for (uint64_t step = 1; step <= what->n_steps; step++)
@@ -316,14 +316,11 @@ static inline void lesson_rank(rank_job *job)
     free(self);
 }
 
-/* Resets the fake, and runs the lesson.  make() makes the base of the GPU world. */
-static inline void lesson_run(lesson *what, fake_options options,
-                              int (*make)(const model *it, size_t n_bytes,
-                                          pl_comm **out))
+/* Resets the fake, and runs the lesson.  make() makes the bases of GPU worlds. */
+static inline void lesson_run(lesson *what, fake_options options, world_fn make)
 {
     const model *it = &what->it;
     const pl_reducer_spec spec = spec_of(it);
-    pl_comm *comms[PL_MAX_RANKS] = {NULL};
     options.seed = it->seed;
     options.devices = it->world_size;
     options.foreign = 1;
@@ -331,10 +328,11 @@ static inline void lesson_run(lesson *what, fake_options options,
     for (size_t k = 0; k < N_STEP_KERNELS; k++)
         fake_register_kernel(step_kernels[k].name, 1, &step_kernels[k].n_bytes,
                              step_kernels[k].run);
-    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &what->nccl)) ||
-        !make(it, pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES, comms))
+    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &what->nccl)))
         return;
-    ranks_run(it->world_size, comms, lesson_rank, what, it->seed);
+    what->worlds.make = make;
+    what->worlds.n_bytes = pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES;
+    succession_run(&what->worlds, it, lesson_rank, what);
     pli_nccl_library_release(what->nccl);
     if (!CHECK(fake_errors() == 0))
         for (int i = 0; fake_error(i) != NULL; i++)

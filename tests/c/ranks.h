@@ -104,18 +104,25 @@ static inline pl_status do_op(pl_comm *comm, const pl_op *op)
     return st == PL_OK ? wait_through(comm, ticket) : st;
 }
 
-static inline pl_status recover_through(pl_comm *comm, pl_recovery *out)
-{
-    pl_status st = PL_EAGAIN;
-    while (st == PL_EAGAIN)
-        st = pl_comm_recover(comm, RANKS_SLICE_NS, out);
-    return st;
-}
-
 /* Whether the message of this thread's last failure contains `words`. */
 static inline int error_has(const char *words)
 {
     return strstr(pl_error_message(), words) != NULL;
+}
+
+/* The first failure stands: every call returns it. */
+static inline void check_stays_failed(pl_comm *comm, pl_status st, const char *words)
+{
+    const pl_op op = {.kind = PL_BARRIER};
+    pl_ticket ticket = 77;
+    for (int n = 0; n < 2; n++) {
+        CHECK_FAILS(pl_comm_issue(comm, &op, &ticket), st, words);
+        CHECK(ticket == 77); /* written on success only */
+        CHECK_FAILS(pl_comm_progress(comm), st, words);
+        CHECK_FAILS(pli_comm_check_peers(comm), st, words);
+        CHECK_FAILS(pli_comm_query(comm, PLI_QUERY_STEP), st, words);
+        pl_comm_abort(comm, "of a later failure");
+    }
 }
 
 /* Whether rank `me`'s message blames rank `rank` ("rank 0: rank 1 died"); "rank 1" is

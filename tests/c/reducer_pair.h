@@ -66,12 +66,20 @@ static inline void end_both(const pair *it)
         CHECK_OK(pl_reducer_end(it->reducers[r]));
 }
 
-/* Call when rank 0 has failed, and rank 1 has reported it. */
-static inline void recover_both(const pair *it)
+/* Leaves a failed world for a new one.  Returns 0 if there is none. */
+static inline int pair_renew(const pl_reducer_spec *spec, pair *it)
 {
-    CHECK(pl_reducer_recover(it->reducers[0], 0) == PL_EAGAIN);
-    CHECK_OK(pl_reducer_recover(it->reducers[1], RANKS_SLICE_NS));
-    CHECK_OK(pl_reducer_recover(it->reducers[0], RANKS_SLICE_NS));
+    pair next;
+    if (!CHECK_OK(pair_create(spec, &next)))
+        return 0;
+    for (int r = 0; r < 2; r++) {
+        CHECK(pl_reducer_has_failed(it->reducers[r]));
+        CHECK_OK(pl_reducer_check_weights(it->reducers[r]));
+        pl_reducer_follow(next.reducers[r], it->reducers[r]);
+    }
+    pair_destroy(it);
+    *it = next;
+    return 1;
 }
 
 static inline float *pair_slot(const pair *it, int rank, size_t param)

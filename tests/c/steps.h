@@ -55,12 +55,47 @@ static inline pl_reducer_spec spec_of(const model *it)
                              .caps = it->caps};
 }
 
+/* ---- worlds --------------------------------------------------------------------- */
+
 /* Runs the model's ranks as threads of one world. */
 static inline void run_model(const model *it, void (*run)(rank_job *job), void *context)
 {
     const pl_reducer_spec spec = spec_of(it);
     ranks_run_world(it->world_size, pl_reducer_arena_bytes(&spec), run, context,
                     it->seed);
+}
+
+/* Makes the bases of a world for all ranks. */
+typedef int (*world_fn)(const model *it, size_t n_bytes, pl_comm **out);
+
+/* Where all ranks of a failed world meet, to make the next. */
+typedef struct succession {
+    pthread_barrier_t meeting;
+    world_fn make;
+    size_t n_bytes;
+    pl_comm *next[PL_MAX_RANKS];
+} succession;
+
+/* Call on every rank: returns its base of the next world, or NULL. */
+static inline pl_comm *succession_meet(succession *self, const model *it, int rank)
+{
+    if (pthread_barrier_wait(&self->meeting) == PTHREAD_BARRIER_SERIAL_THREAD &&
+        !self->make(it, self->n_bytes, self->next))
+        memset(self->next, 0, sizeof self->next);
+    (void)pthread_barrier_wait(&self->meeting);
+    return self->next[rank];
+}
+
+/* Runs the model's ranks as threads of a first world, and maybe of further ones.  Each
+ * destroys its own. */
+static inline void succession_run(succession *self, const model *it,
+                                  void (*run)(rank_job *job), void *context)
+{
+    if (!self->make(it, self->n_bytes, self->next))
+        return;
+    (void)pthread_barrier_init(&self->meeting, NULL, (unsigned)it->world_size);
+    ranks_run(it->world_size, self->next, run, context, it->seed);
+    (void)pthread_barrier_destroy(&self->meeting);
 }
 
 /* ---- random choices ------------------------------------------------------------- */
@@ -167,14 +202,6 @@ static inline pl_status reducer_wait_through(pl_reducer *reducer)
     pl_status st = PL_EAGAIN;
     while (st == PL_EAGAIN)
         st = pl_reducer_wait(reducer, RANKS_SLICE_NS);
-    return st;
-}
-
-static inline pl_status reducer_recover_through(pl_reducer *reducer)
-{
-    pl_status st = PL_EAGAIN;
-    while (st == PL_EAGAIN)
-        st = pl_reducer_recover(reducer, RANKS_SLICE_NS);
     return st;
 }
 
@@ -363,8 +390,7 @@ static inline void trainer_check(trainer *self, uint64_t step)
 /* A whole step without a failure. */
 static inline int trainer_step(trainer *self, uint64_t step)
 {
-    if (!CHECK_OK(reducer_recover_through(self->reducer)) ||
-        !CHECK_OK(pl_reducer_begin(self->reducer)) ||
+    if (!CHECK_OK(pl_reducer_begin(self->reducer)) ||
         !CHECK_OK(trainer_backward(self, step, self->model->n_params)) ||
         !CHECK_OK(trainer_finish(self, step)))
         return 0;

@@ -1,4 +1,4 @@
-/* test_gpu_comm.c - worlds of GPUs: operations, order, memory, failures, recovery.
+/* test_gpu_comm.c - worlds of GPUs: operations, order, memory, graphs, ends.
  *
  * All on the fake, in many orders: a missing wait is a wrong number.
  */
@@ -401,6 +401,29 @@ static void end_beyond_the_deadline(gpu_rank *self)
 TEST(means_that_are_lost_at_a_worlds_end_are_reported_to_all)
 {
     run_slow_worlds(2, end_beyond_the_deadline);
+}
+
+/* Rank 1 leaves before rank 0's device has finished the step that both have taken. */
+static void lose_the_means_of_a_step(gpu_rank *self)
+{
+    atomic_store(&done_at_ns, pli_now_ns() + 2 * RANKS_DEADLINE_NS);
+    if (self->rank == 0)
+        slow_down(self);
+    CHECK_OK(gpu_step(self));
+    if (self->rank == 1)
+        return;
+    CHECK_OK(self->comm->device->check_means(self->comm));
+    while (pli_comm_check_peers(self->comm) == PL_OK)
+        pli_sleep_ns(PLI_MS);
+    CHECK_FAILS(self->comm->device->check_means(self->comm), PL_EPEER,
+                "rank 0: means of a finished step were lost on the device");
+    CHECK_SAYS("start again from what was saved (rank 0: rank 1");
+    atomic_store(&done_at_ns, 0);
+}
+
+TEST(no_new_world_may_follow_one_that_has_lost_means)
+{
+    run_slow_worlds(2, lose_the_means_of_a_step);
 }
 
 /* Rank 0 leaves while rank 1's device is still at the same, old operation. */

@@ -1,5 +1,5 @@
 /* test_gpu_comm_failure.c - worlds of GPUs in which a part fails: every rank gets an
- * error, none hangs, nothing is leaked, and worlds that can continue do. */
+ * error, none hangs, nothing is leaked, and a new world works. */
 #include "gpu_ranks.h"
 
 #include <sys/wait.h>
@@ -134,7 +134,7 @@ TEST(every_allocation_and_system_call_may_fail)
     fail_each_of_ours(PLI_FAULT_SYSCALL);
 }
 
-/* ---- a step fails, and the next does not ---------------------------------------- */
+/* ---- a step fails, and a new world follows -------------------------------------- */
 
 enum { N_ROUNDS = 6 };
 
@@ -169,9 +169,11 @@ static void fail_and_go_on(gpu_rank *self)
                            self->all->world_size, self->all->per_host,
                            pl_error_message());
         }
-        /* Nothing can be issued before recovery. */
-        CHECK(gpu_issue_op(self, &mean, &ticket) == PL_EPEER);
-        if (!CHECK_OK(gpu_leave_behind(self)))
+        /* Nothing can be issued any more, and the first failure stays. */
+        if (self->rank != culprit)
+            pl_comm_abort(self->comm, "of no interest");
+        CHECK_FAILS(gpu_issue_op(self, &mean, &ticket), PL_EPEER, "a step of mine");
+        if (!gpu_renew_world(self))
             return;
         if (!gpu_fill(self, &mean, round * 4 + 3) || !CHECK_OK(try_step(self, round)))
             return;
@@ -179,7 +181,7 @@ static void fail_and_go_on(gpu_rank *self)
     }
 }
 
-TEST_ON_HOSTS(a_step_that_fails_is_left_behind_by_all)
+TEST_ON_HOSTS(a_failed_world_stays_failed_and_a_new_one_works)
 {
     GPU_WORLDS(18, 1 + seed % 4, schedules[seed % 3], fail_and_go_on);
 }
@@ -196,7 +198,7 @@ GPU_TEST_ON_HOSTS(12, 2 + seed % 2, FAKE_LATE,
         while (pl_comm_progress(self->comm) == PL_OK)
             pli_sleep_ns(PLI_MS);
         gpu_check(self, &mean, round);
-        if (!CHECK_OK(gpu_leave_behind(self)))
+        if (!gpu_renew_world(self))
             return;
     }
 }
@@ -217,23 +219,16 @@ static pl_status issue_and_sleep(pl_comm *comm, const pl_op *op, const pli_order
 
 static void fail_behind_what_is_over(gpu_rank *self)
 {
-    for (unsigned round = 0; round < 2; round++) {
-        if (round > 0 &&
-            (!gpu_fill(self, &mean, round) || !CHECK_OK(try_step(self, round))))
-            return;
-        if (self->rank == 0)
-            pl_comm_abort(self->comm, "at once");
-        while (pl_comm_progress(self->comm) == PL_OK)
-            pli_sleep_ns(PLI_MS);
-        if (round > 0)
-            gpu_check(self, &mean, round);
-        if (self->rank == 1)
-            atomic_store(&slow_ms, 0);
-        if (!CHECK_OK(gpu_leave_behind(self)))
-            return;
-        if (self->rank == 1)
-            atomic_store(&slow_ms, 250);
-    }
+    if (self->rank == 1)
+        atomic_store(&slow_ms, 250);
+    if (!gpu_fill(self, &mean, 1) || !CHECK_OK(try_step(self, 1)))
+        return;
+    if (self->rank == 0)
+        pl_comm_abort(self->comm, "at once");
+    while (pl_comm_progress(self->comm) == PL_OK)
+        pli_sleep_ns(PLI_MS);
+    gpu_check(self, &mean, 1);
+    CHECK_OK(self->comm->device->check_means(self->comm));
 }
 
 TEST(what_is_over_on_one_host_is_so_for_who_is_slow_on_another)
@@ -246,25 +241,9 @@ TEST(what_is_over_on_one_host_is_so_for_who_is_slow_on_another)
     slow_ops = *fast_ops;
     slow_ops.issue = issue_and_sleep;
     all.bases[1]->ops = &slow_ops;
-    atomic_store(&slow_ms, 250);
+    atomic_store(&slow_ms, 0);
     CHECK(gpu_ranks_run(&all, fail_behind_what_is_over, NULL) == 0);
     gpu_ranks_end(&all);
-}
-
-GPU_TEST_ON_HOSTS(1, 3, FAKE_RANDOM, a_recovery_that_fails_can_be_tried_again)
-{
-    /* The new communicator cannot be made, the first time. */
-    if (self->rank == 0)
-        pl_comm_abort(self->comm, "first");
-    while (pl_comm_progress(self->comm) == PL_OK)
-        pli_sleep_ns(PLI_MS);
-    if (self->rank == 0)
-        fake_fail("ncclGetUniqueId", 1, 2);
-    CHECK(gpu_leave_behind(self) != PL_OK);
-    if (self->rank != 0)
-        CHECK(blames(pl_error_message(), self->rank, 0));
-    if (CHECK_OK(gpu_leave_behind(self)))
-        CHECK_OK(try_step(self, 2));
 }
 
 /* ---- the watchdog --------------------------------------------------------------- */
@@ -298,8 +277,6 @@ static void wait_for_one_that_never_comes(gpu_rank *self)
               error_has("within the deadline"));
     }
     self->made = PL_OK;
-    if (CHECK_OK(gpu_leave_behind(self)))
-        CHECK_OK(try_step(self, 8));
 }
 
 TEST_ON_HOSTS(who_waits_on_the_device_is_let_go_at_the_deadline)
@@ -328,7 +305,6 @@ GPU_TEST_ON_HOSTS(3, 2, schedules[seed % 3],
         pli_sleep_ns(20 * PLI_MS);
         pl_comm_abort(self->comm, "no more");
     }
-    CHECK_OK(gpu_leave_behind(self));
 }
 
 /* The host of the last rank leaves after the world's work; rank 0's sleeps. */
@@ -344,7 +320,6 @@ static void sleep_while_another_host_goes(gpu_rank *self)
     CHECK_OK(pli_comm_order(self->comm, self->stream));
     CHECK(gpu_await_stream(self, RANKS_DEADLINE_NS / 2));
     CHECK_FAILS(pl_comm_progress(self->comm), PL_EPEER, "died or left");
-    CHECK(gpu_leave_behind(self) == PL_EPEER);
 }
 
 TEST(who_waits_on_the_device_is_let_go_where_another_host_goes)

@@ -30,8 +30,10 @@ static void wait_inside(gpu_rank *self)
     }
     while (atomic_load(&it->n_over) == 0)
         pli_sleep_ns(PLI_MS);
-    if (CHECK_OK(gpu_leave_behind(self)))
-        CHECK_OK(gpu_step(self));
+    if (self->rank == 1)
+        CHECK(pl_comm_progress(self->comm) == PL_EPEER &&
+              blames(pl_error_message(), 1, 0));
+    CHECK_OK(self->comm->device->check_means(self->comm));
 }
 
 /* Only all-reduces and broadcasts are tried before steps. */

@@ -285,7 +285,6 @@ done:
 static void step_and_fail(gpu_rank *self)
 {
     pl_ticket ticket = 0;
-    pl_recovery how = PL_NOTHING_FAILED;
     for (unsigned step = 1; step <= 4; step++) {
         (void)gpu_fill(self, &mean, step);
         CHECK_OK(gpu_step(self));
@@ -293,8 +292,7 @@ static void step_and_fail(gpu_rank *self)
     }
     pl_comm_abort(self->comm, "no more of this");
     CHECK_FAILS(gpu_issue_op(self, &mean, &ticket), PL_EPEER, "no more of this");
-    CHECK_FAILS(pl_comm_recover(self->comm, RANKS_SLICE_NS, &how), PL_EPEER,
-                "wrap the model anew");
+    CHECK_FAILS(pl_comm_progress(self->comm), PL_EPEER, "no more of this");
 }
 
 static void run_over_group(int world_size, uint64_t seed, void (*run)(gpu_rank *self),

@@ -186,15 +186,12 @@ TEST(operations_are_carried_in_their_order_to_every_rank)
 
 GROUP_TEST(3, a_group_comm_has_its_own_rank_and_the_arena_of_its_base)
 {
-    pl_recovery recovery = PL_RECOVERED;
     const pl_comm *group_comm = job->comm;
     CHECK(pl_comm_rank(group_comm) == job->rank);
     CHECK(pl_comm_world_size(group_comm) == job->world_size);
     CHECK(pl_comm_arena_bytes(group_comm) == ARENA_BYTES);
     CHECK(pli_comm_is_group_comm(group_comm));
     CHECK_OK(pli_comm_check_peers(job->comm));
-    CHECK_OK(pl_comm_recover(job->comm, 0, &recovery));
-    CHECK(recovery == PL_NOTHING_FAILED);
     pli_comm_record_activity(job->comm, PL_BACKWARD, 1);
     pli_comm_set_failure_message(job->comm, "nobody is told");
     pl_comm_leave(job->comm);
@@ -233,7 +230,6 @@ static void check_failed(rank_job *job, const char *words)
 {
     const pl_op op = mean_of(1);
     pl_ticket ticket = 77;
-    pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EPEER);
     CHECK(ticket == 77); /* written on success only */
     CHECK_SAYS(words, "wrap the model anew on every rank");
@@ -241,8 +237,7 @@ static void check_failed(rank_job *job, const char *words)
     CHECK_FAILS(pl_comm_wait(job->comm, 0, 0), PL_EPEER, words);
     CHECK_FAILS(pl_comm_progress(job->comm), PL_EPEER, words);
     CHECK_FAILS(pli_comm_check_peers(job->comm), PL_EPEER, words);
-    CHECK_FAILS(pl_comm_recover(job->comm, RANKS_SLICE_NS, &recovery), PL_EPEER, words);
-    CHECK(recovery == PL_NOTHING_FAILED);
+    CHECK_FAILS(pli_comm_query(job->comm, PLI_QUERY_STEP), PL_EPEER, words);
     CHECK(ferries[job->rank]->n_drops == 1);
 }
 
@@ -284,48 +279,65 @@ GROUP_TEST(2, what_is_aborted_stays_so_in_its_own_words)
     CHECK(ferries[job->rank]->n_issued == 0);
 }
 
-static void check_withdrawn(const pl_reducer *reducer, rank_job *job)
-{
-    CHECK(!pl_reducer_has_failed(reducer));
-    CHECK(!pl_reducer_is_active(reducer));
-    CHECK(ferries[job->rank]->n_drops == 0);
-    CHECK_OK(pl_comm_progress(job->comm));
-}
+/* A rank fails before the step's first operation, after some, or after the last. */
+typedef enum failing_place { BEFORE_ALL, AFTER_A_BUCKET, AFTER_ALL } failing_place;
 
-/* A step may fail any number of times before its first operation, and not after it. */
-static void fail_steps(rank_job *job)
+static void fail_a_step(rank_job *job)
 {
-    const size_t extra_bytes = *(const size_t *)job->context;
-    const pl_param param = {.n_elems = 4, .dtype = PL_F32};
-    const pl_reducer_spec spec = {.params = &param,
-                                  .n_params = 1,
-                                  .extra_bytes = extra_bytes,
-                                  .caps = {.bucket_bytes = 64}};
+    const failing_place place = *(const failing_place *)job->context;
+    const pl_param params[] = {{.n_elems = N_ELEMS, .dtype = PL_F32},
+                               {.n_elems = N_ELEMS, .dtype = PL_F32}};
+    const pl_reducer_spec spec = {.params = params,
+                                  .n_params = 2,
+                                  .extra_bytes = 8,
+                                  .caps = {.bucket_bytes = N_ELEMS * sizeof(float),
+                                           .last_bytes = N_ELEMS * sizeof(float)}};
+    static const float ones[N_ELEMS] = {1};
     pl_backend *backend = NULL;
     pl_reducer *reducer = NULL;
+    pl_ready_result result;
+    const pl_op barrier = {.kind = PL_BARRIER};
+    pl_ticket ticket = 0;
     if (!CHECK_OK(pli_cpu_backend_create(&backend)) ||
         !CHECK_OK(pl_reducer_create(&spec, job->comm, backend, &reducer)))
         return;
-    for (int k = 0; extra_bytes == 0 && k < 3; k++) {
+    for (int step = 0; step < 3; step++) {
+        const int fails = step == 2 && job->rank == 1;
         CHECK_OK(pl_reducer_begin(reducer));
-        pl_reducer_fail(reducer, "a moth");
-        check_withdrawn(reducer, job);
+        for (size_t i = 2; i-- > 0 && !(fails && place == BEFORE_ALL);)
+            if (!fails || place == AFTER_ALL || i == 1)
+                CHECK_OK(
+                    pl_reducer_mark_ready(reducer, i, ones, PL_REPLACE, NULL, &result));
+        if (!fails || place == AFTER_ALL)
+            CHECK_OK(pl_reducer_close(reducer));
+        if (fails)
+            pl_reducer_fail(reducer, "a moth");
+        else if (step < 2)
+            CHECK(reducer_wait_through(reducer) == PL_OK &&
+                  pl_reducer_end(reducer) == PL_OK);
     }
-    CHECK_OK(pl_reducer_begin(reducer));
-    if (extra_bytes == 0)
-        CHECK_OK(pl_reducer_close(reducer));
-    pl_reducer_fail(reducer, "a moth");
-    CHECK(pl_reducer_has_failed(reducer));
-    check_failed(job, "a moth");
-    CHECK(pl_reducer_recover(reducer, 0) == PL_EPEER);
+    if (job->rank == 1) {
+        CHECK((pl_comm_progress(job->comm) == PL_OK) == (place != AFTER_ALL));
+    } else if (place != AFTER_ALL) {
+        CHECK_FAILS(reducer_wait_through(reducer), PL_EPEER,
+                    "the step of rank 1 failed");
+        pl_reducer_fail(reducer, NULL);
+    }
+    if (place != AFTER_ALL) { /* the group is in step, and another reducer can follow */
+        CHECK(ferries[job->rank]->n_drops == 0);
+        CHECK(pl_reducer_has_failed(reducer) && pl_reducer_n_taken(reducer) == 2);
+        CHECK(pl_reducer_begin(reducer) == PL_EPEER);
+        CHECK_OK(pl_comm_issue(job->comm, &barrier, &ticket));
+        CHECK_OK(wait_through(job->comm, ticket));
+    }
     pl_reducer_destroy(reducer);
     pli_backend_destroy(backend);
 }
 
-TEST(a_step_that_fails_before_its_first_operation_has_not_begun)
+TEST(a_rank_that_fails_ends_the_step_for_all)
 {
-    for (size_t extra_bytes = 0; extra_bytes <= 8; extra_bytes += 8)
-        group_comms_run(2, ARENA_BYTES * 2, fail_steps, &extra_bytes, 1);
+    for (failing_place place = BEFORE_ALL; place <= AFTER_ALL; place++)
+        group_comms_run(2, ARENA_BYTES * 2, fail_a_step, &place, 1);
 }
 
 GROUP_TEST(2, a_bad_call_is_refused_and_the_group_comm_stays_usable)

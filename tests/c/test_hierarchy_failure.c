@@ -12,6 +12,7 @@ typedef enum failing {
     WITH_WORDS,    /* sends its message at once */
     WORDS_FOLLOW,  /* ... or a moment later */
     WITHOUT_WORDS, /* ... or reports that none follows */
+    GOES_ON,       /* ... or only calls again */
     N_FAILINGS
 } failing;
 
@@ -51,20 +52,14 @@ static pl_status do_step(rank_job *job)
     return st == PL_OK ? wait_through(job->comm, ticket) : st;
 }
 
-static void check_recovers(rank_job *job)
-{
-    pl_recovery recovery = PL_NOTHING_FAILED;
-    CHECK_OK(recover_through(job->comm, &recovery));
-    CHECK(recovery == PL_RECOVERED);
-    CHECK_OK(do_step(job));
-}
-
 /* ---- messages ------------------------------------------------------------------- */
 
 static void fail_as(rank_job *job, failing how)
 {
     pl_comm_abort(job->comm, how == WITH_WORDS ? "the dog ate it" : NULL);
-    if (how != WITH_WORDS) {
+    if (how == GOES_ON) {
+        CHECK(pl_comm_progress(job->comm) == PL_EPEER);
+    } else if (how != WITH_WORDS) {
         pli_sleep_ns(5 * PLI_MS);
         pli_comm_set_failure_message(job->comm,
                                      how == WORDS_FOLLOW ? "the dog ate it" : NULL);
@@ -81,7 +76,7 @@ static void tell_others(rank_job *job)
     } else {
         CHECK(do_step(job) == PL_EPEER);
         if (job->rank < it->culprit) {
-            const int has_words = it->how == WITHOUT_WORDS
+            const int has_words = it->how >= WITHOUT_WORDS
                                       ? error_has("an exception in its backward")
                                       : error_has("the dog ate it");
             if (!CHECK(has_words && error_has("host")))
@@ -89,7 +84,6 @@ static void tell_others(rank_job *job)
             atomic_fetch_add(&it->n_know, 1);
         }
     }
-    check_recovers(job);
 }
 
 TEST(other_hosts_know_why_before_the_rank_goes_on)
@@ -107,6 +101,30 @@ TEST(other_hosts_know_why_before_the_rank_goes_on)
             hosts_run(&world, 1 << 16, tell_others, &it, 1);
         }
     }
+}
+
+/* Rank 2 leaves its host early: the other host knows that a rank is gone. */
+static void leave_host(rank_job *job)
+{
+    scene *it = job->context;
+    CHECK_OK(do_step(job));
+    if (job->rank == 2) {
+        pl_comm_leave(job->comm);
+        return;
+    }
+    CHECK(do_step(job) == PL_EPEER && error_has("rank 2 (process"));
+    CHECK(pli_comm_query(job->comm, PLI_QUERY_GONE) == PL_EPEER);
+    CHECK_SAYS("rank 2 (process", "has left");
+    atomic_fetch_add(&it->n_know, 1);
+    CHECK(comes_to(&it->n_know, 2)); /* the host is still there */
+}
+
+TEST(a_rank_that_is_gone_is_known_to_be_on_other_hosts)
+{
+    const hosts world = {
+        .n_hosts = 2, .n_ranks = {1, 2}, .deadline_ns = RANKS_DEADLINE_NS};
+    scene it = {.culprit = 2};
+    hosts_run(&world, 1 << 16, leave_host, &it, 1);
 }
 
 /* ---- a thread that only queries ------------------------------------------------- */
@@ -131,7 +149,7 @@ static void only_ask(rank_job *job)
         atomic_fetch_add(&it->n_know, 1);
     }
     CHECK(comes_to(&it->n_know, 1));
-    check_recovers(job);
+    check_stays_failed(job->comm, PL_EPEER, "the dog ate it");
 }
 
 TEST(who_only_asks_has_others_know)
@@ -161,12 +179,12 @@ static void ask_before_the_end_is_seen(rank_job *job)
             CHECK_OK(issue(job, 1, &more));
         atomic_store(&it->has_begun, 1);
         CHECK(comes_to(&it->has_failed, 1));
-        const pl_status st = pli_comm_query(job->comm, PLI_QUERY_STEP);
-        CHECK(st == (it->has_more ? PL_EPEER : PL_OK));
-        CHECK(it->has_more || wait_through(job->comm, ticket) == PL_OK);
+        CHECK(pli_comm_query(job->comm, PLI_QUERY_STEP) == PL_EPEER);
+        CHECK_OK(wait_through(job->comm, ticket));
+        CHECK(more == 0 || wait_through(job->comm, more) == PL_EPEER);
         CHECK(do_step(job) == PL_EPEER && error_has("the dog ate it"));
     }
-    check_recovers(job);
+    check_stays_failed(job->comm, PL_EPEER, "the dog ate it");
 }
 
 TEST(what_others_have_seen_the_end_of_is_not_given_up)

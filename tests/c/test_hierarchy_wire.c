@@ -4,7 +4,6 @@
 #include <string.h>
 #include <sys/syscall.h>
 
-#include "comm/segment.h"
 #include "core/crc32c.h"
 #include "hosts.h"
 #include "ops.h"
@@ -225,43 +224,85 @@ TEST(a_damaged_notice_is_an_error)
 
 /* ---- invalid heads -------------------------------------------------------------- */
 
-static void send_head(const scene *it, pli_link_stream stream, uint64_t number,
-                      uint64_t n_bytes)
+/* In place of its part, host 1 sends an invalid head: this host fails without waiting
+ * for the bytes that the head announces. */
+static void receive_head(uint64_t number, uint64_t n_bytes)
 {
-    uint64_t head[] = {number, 0, n_bytes, 0};
-    head[3] = pli_crc32c(0, head, 3 * sizeof *head);
-    CHECK(send(it->peer[stream], head, sizeof head, MSG_NOSIGNAL) ==
-          (ssize_t)sizeof head);
-}
-
-/* The step fails here, and host 1 sends an invalid head: the world ends, without
- * waiting for the bytes that the head announces. */
-static void recover_from(pli_link_stream stream, uint64_t number, uint64_t n_bytes)
-{
+    const pl_op op = op_at(N_BUCKETS);
+    uint64_t head[] = {number, pli_op_hash(&op), n_bytes, 0};
+    pl_ticket ticket = 0;
     scene it;
-    pl_recovery recovery;
-    pl_status st = PL_EAGAIN;
     if (!scene_init(&it))
         return;
-    pl_comm_abort(it.world, "a failure of this test's");
-    send_head(&it, stream, number, n_bytes);
-    for (int i = 0; i < 20 && st == PL_EAGAIN; i++)
-        st = pl_comm_recover(it.world, 0, &recovery);
-    CHECK(st == PL_EMISMATCH || st == PL_EPEER);
-    CHECK_SAYS("sent an invalid message");
+    head[3] = pli_crc32c(0, head, 3 * sizeof *head);
+    CHECK_OK(pl_comm_issue(it.world, &op, &ticket));
+    CHECK(send(it.peer[PLI_LINK_DATA], head, sizeof head, MSG_NOSIGNAL) ==
+          (ssize_t)sizeof head);
+    CHECK_FAILS(pl_comm_wait(it.world, ticket, 0), PL_EMISMATCH,
+                "rank 1 (host 1) issued another operation than this rank");
     scene_fini(&it);
 }
 
-TEST(a_head_that_no_host_sends_ends_the_world_at_once)
+TEST(a_head_that_no_host_sends_is_an_error_at_once)
 {
-    const uint64_t mark = UINT64_C(1) << PLI_EPOCH_SHIFT;
-    for (pli_link_stream s = PLI_LINK_DATA; s < PLI_N_LINK_STREAMS; s++) {
-        recover_from(s, 1, UINT64_MAX);
-        recover_from(s, 1, UINT64_MAX - HEAD_BYTES + 1); /* complete if it overflows */
-        recover_from(s, 1, UINT64_C(1) << 40);
-        recover_from(s, 0, 0);
-        recover_from(s, 1000, 0);
-        recover_from(s, mark, UINT64_C(1) << 40);
-        recover_from(s, mark + 1, 0);
+    receive_head(0, FLAG_BYTES);
+    receive_head(2, FLAG_BYTES);
+    receive_head(UINT64_MAX, FLAG_BYTES);
+    receive_head(1, FLAG_BYTES - 1);
+    receive_head(1, UINT64_C(1) << 40);
+    receive_head(1, UINT64_MAX - HEAD_BYTES + 1); /* complete if it overflows */
+}
+
+/* ---- notices that overtake data ------------------------------------------------- */
+
+/* Host 1 has failed, after it had finished so many operations. */
+static void send_failure(const scene *it, uint64_t n_finished)
+{
+    static const char text[] = "the dog ate it";
+    enum { TEXT_AT = 24, N_TEXT = sizeof text - 1 };
+    struct {
+        uint32_t crc, host;
+        uint64_t number;
+        uint32_t kind, n_bytes;
+        char text[N_TEXT];
+    } sent = {.number = n_finished, .n_bytes = N_TEXT};
+    memcpy(sent.text, text, N_TEXT);
+    sent.crc = pli_crc32c(0, &sent.host, TEXT_AT + N_TEXT - sizeof sent.crc);
+    CHECK(send(it->peer[PLI_LINK_NOTICE], &sent, TEXT_AT + N_TEXT, MSG_NOSIGNAL) ==
+          TEXT_AT + N_TEXT);
+}
+
+/* This host has not failed, nor finished the operation. */
+static void check_waits(const scene *it, pl_ticket ticket)
+{
+    CHECK(pl_comm_wait(it->world, ticket, PLI_MS) == PL_EAGAIN);
+    CHECK_OK(pli_comm_query(it->world, PLI_QUERY_STEP));
+}
+
+TEST(what_a_host_had_finished_before_it_failed_is_finished_though_its_notice_is_first)
+{
+    enum { N_BYTES = HEAD_BYTES + FLAG_BYTES + CRC_BYTES, N_CUT = HEAD_BYTES + 7 };
+    for (uint64_t n_finished = 0; n_finished <= 1; n_finished++) {
+        char message[N_BYTES];
+        scene it;
+        pl_op op = op_at(N_BUCKETS);
+        pl_ticket ticket = 0;
+        if (!scene_init(&it))
+            return;
+        CHECK_OK(pl_comm_issue(it.world, &op, &ticket));
+        CHECK(recv(it.peer[PLI_LINK_DATA], message, N_BYTES, MSG_WAITALL) == N_BYTES);
+        send_failure(&it, n_finished);
+        if (n_finished == 1) {
+            check_waits(&it, ticket);
+            CHECK(send(it.peer[PLI_LINK_DATA], message, N_CUT, 0) == N_CUT);
+            check_waits(&it, ticket);
+            CHECK(send(it.peer[PLI_LINK_DATA], message + N_CUT, N_BYTES - N_CUT, 0) ==
+                  N_BYTES - N_CUT);
+            CHECK_OK(wait_through(it.world, ticket));
+        }
+        CHECK(n_finished == 1 || wait_through(it.world, ticket) == PL_EPEER);
+        CHECK(do_op(it.world, &op) == PL_EPEER);
+        CHECK_SAYS("the step of rank 1 (host 1) failed", "the dog ate it");
+        scene_fini(&it);
     }
 }

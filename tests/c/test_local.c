@@ -1,6 +1,6 @@
 /* test_local.c - operations between threads: results, order, and refusals.
  *
- * Failures and recovery are in test_local_failure.c.
+ * Failures are in test_local_failure.c.
  */
 #include <limits.h>
 #include <stdint.h>

@@ -1,5 +1,5 @@
-/* test_local_failure.c - worlds of threads that fail: which rank is named, by which
- * message, and how a world continues.
+/* test_local_failure.c - worlds of threads that fail: which rank is named, and by which
+ * message.
  *
  * If one thread drives several ranks, nothing depends on time; if each rank has a
  * thread, seeds decide when events happen.
@@ -9,40 +9,6 @@
 #include "ranks.h"
 
 static const pl_op barrier = {.kind = PL_BARRIER};
-
-/* Drives all ranks of a world on this thread: issues, does every part, checks. */
-static void do_exact_all_reduce(int world_size, pl_comm **comms, unsigned seed)
-{
-    const pl_op op = {.reduction = PL_MEAN,
-                      .dtype = PL_F32,
-                      .offset_bytes = OPS_GUARD_BYTES,
-                      .n_elems = 77};
-    pl_ticket ticket = 0;
-    for (int r = 0; r < world_size; r++) {
-        ops_fill(comms[r], &op, seed);
-        CHECK_OK(pl_comm_issue(comms[r], &op, &ticket));
-    }
-    for (int r = 0; r < world_size; r++)
-        CHECK_OK(pl_comm_progress(comms[r]));
-    for (int r = 0; r < world_size; r++) {
-        CHECK_OK(wait_through(comms[r], ticket));
-        ops_check(comms[r], &op, seed);
-    }
-}
-
-/* Every rank but the last is in the new epoch before the last recovers. */
-static void recover_all(int world_size, pl_comm **comms)
-{
-    for (int r = 0; r < world_size - 1; r++) {
-        pl_recovery recovery = PL_NOTHING_FAILED;
-        CHECK(pl_comm_recover(comms[r], 0, &recovery) == PL_EAGAIN);
-    }
-    for (int r = world_size; r-- > 0;) {
-        pl_recovery recovery = PL_NOTHING_FAILED;
-        CHECK_OK(recover_through(comms[r], &recovery));
-        CHECK(recovery == PL_RECOVERED);
-    }
-}
 
 /* ---- ranks that disagree -------------------------------------------------------- */
 
@@ -70,10 +36,7 @@ static void do_another_operation(rank_job *job)
                    ? error_has("this rank issued another operation than the others")
                    : blames(pl_error_message(), job->rank, job->world_size - 1)))
         CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
-    pl_recovery recovery;
-    CHECK(pl_comm_recover(job->comm, 0, &recovery) == PL_EMISMATCH);
-    CHECK(pl_comm_issue(job->comm, &common, &ticket) == PL_EMISMATCH);
-    CHECK(pl_comm_progress(job->comm) == PL_EMISMATCH);
+    check_stays_failed(job->comm, PL_EMISMATCH, "another operation");
 }
 
 TEST(an_operation_unlike_the_others_fails_all_and_names_its_rank)
@@ -84,7 +47,7 @@ TEST(an_operation_unlike_the_others_fails_all_and_names_its_rank)
                 ranks_run_world(world_size, 4096, do_another_operation, &variant, seed);
 }
 
-/* ---- a step that fails, and the next -------------------------------------------- */
+/* ---- a step that fails ---------------------------------------------------------- */
 
 enum { N_ROUNDS = 100, N_OPS = 12 };
 
@@ -131,14 +94,15 @@ static pl_status run_into_failure(rank_job *job, const round_plan *plan)
     return st == PL_OK ? wait_through(job->comm, ticket) : st;
 }
 
-static void do_round(rank_job *job, int round)
+static void do_round(rank_job *job)
 {
+    const int round = *(const int *)job->context;
     const round_plan plan = plan_of(round, job->world_size);
     const pl_op op = {.reduction = PL_MEAN,
                       .dtype = PL_BF16,
                       .offset_bytes = OPS_GUARD_BYTES,
                       .n_elems = 100};
-    pl_recovery recovery = PL_NOTHING_FAILED;
+    CHECK_OK(ops_run(job->comm, &op, (unsigned)round));
     CHECK(run_into_failure(job, &plan) == PL_EPEER);
     if (job->rank != plan.culprit && job->rank != plan.second) {
         CHECK(blames(pl_error_message(), job->rank, plan.culprit) ||
@@ -147,22 +111,32 @@ static void do_round(rank_job *job, int round)
             CHECK_MORE("round %d, rank %d: %s", round, job->rank, pl_error_message());
     }
     draw_rest(&job->random, 200000);
-    CHECK_OK(recover_through(job->comm, &recovery));
-    CHECK(recovery == PL_RECOVERED);
-    CHECK_OK(ops_run(job->comm, &op, (unsigned)round));
+    check_stays_failed(job->comm, PL_EPEER, plan.words);
 }
 
-static void do_rounds(rank_job *job)
-{
-    for (int round = 0; round < N_ROUNDS; round++)
-        do_round(job, round);
-}
-
-TEST(an_aborted_step_reaches_all_with_its_words_and_the_world_goes_on)
+/* Each round has a world of its own, after the one that failed. */
+TEST(an_aborted_step_reaches_all_with_its_words_and_the_next_world_goes_well)
 {
     for (int world_size = 1; world_size <= 4; world_size++)
-        ranks_run_world(world_size, N_OPS * 1024, do_rounds, NULL,
-                        (uint64_t)world_size);
+        for (int round = 0; round < N_ROUNDS; round++)
+            ranks_run_world(world_size, N_OPS * 1024, do_round, &round,
+                            (uint64_t)(100 * world_size + round));
+}
+
+PLAYED_TEST(3, RANKS_DEADLINE_NS, the_first_failure_stands_and_ranks_that_go_are_seen)
+{
+    pl_comm_abort(comms[0], "first");
+    pl_comm_abort(comms[1], "second");
+    for (int r = 0; r < 3; r++) {
+        CHECK_FAILS(pl_comm_progress(comms[r]), PL_EPEER, "first");
+        CHECK_OK(pli_comm_query(comms[r], PLI_QUERY_GONE));
+        CHECK_OK(pli_comm_query(comms[r], PLI_QUERY_WORLD));
+    }
+    pl_comm_leave(comms[1]);
+    CHECK_FAILS(pli_comm_query(comms[2], PLI_QUERY_GONE), PL_EPEER, "has left");
+    CHECK(blames(pl_error_message(), 2, 1));
+    CHECK_FAILS(pli_comm_query(comms[2], PLI_QUERY_WORLD), PL_EPEER, "has left");
+    check_stays_failed(comms[2], PL_EPEER, "first");
 }
 
 PLAYED_TEST(2, RANKS_DEADLINE_NS, words_that_come_after_the_abort_are_waited_for)
@@ -177,15 +151,17 @@ PLAYED_TEST(2, RANKS_DEADLINE_NS, words_that_come_after_the_abort_are_waited_for
     pli_comm_set_failure_message(comms[0], "ZeroDivisionError");
     CHECK_FAILS(wait_through(comms[1], ticket), PL_EPEER,
                 "Its own failure message:\nZeroDivisionError");
-    recover_all(2, comms);
+}
+
+PLAYED_TEST(2, RANKS_DEADLINE_NS, words_that_will_not_come_are_not_waited_for)
+{
+    pl_ticket ticket = 0;
     pl_comm_abort(comms[1], NULL);
-    pl_recovery recovery;
-    CHECK(pl_comm_recover(comms[1], 0, &recovery) == PL_EAGAIN);
-    /* It continued without a message: no rank waits for one. */
-    const int64_t again = pli_now_ns();
+    pli_comm_set_failure_message(comms[1], NULL);
+    const int64_t begin = pli_now_ns();
     CHECK(pl_comm_issue(comms[0], &barrier, &ticket) == PL_EPEER);
     CHECK(!error_has("failure message"));
-    CHECK(pli_now_ns() - again < 300 * PLI_MS);
+    CHECK(pli_now_ns() - begin < 300 * PLI_MS);
 }
 
 PLAYED_TEST(2, RANKS_DEADLINE_NS, words_too_long_for_their_room_keep_their_end)
@@ -200,79 +176,30 @@ PLAYED_TEST(2, RANKS_DEADLINE_NS, words_too_long_for_their_room_keep_their_end)
     CHECK(!error_has("begin"));
 }
 
-PLAYED_TEST(2, RANKS_DEADLINE_NS,
-            what_an_aborting_rank_left_undone_is_not_done_by_its_recovery)
+PLAYED_TEST(2, RANKS_DEADLINE_NS, what_an_aborting_rank_left_undone_is_never_done)
 {
     pl_ticket ticket = 0;
-    pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
     CHECK_OK(pl_comm_progress(comms[1])); /* and rank 0 does not do its part */
     pl_comm_abort(comms[0], "stop");
-    CHECK(pl_comm_recover(comms[0], 0, &recovery) == PL_EAGAIN);
+    CHECK(pl_comm_progress(comms[0]) == PL_EPEER);
+    CHECK(wait_through(comms[0], ticket) == PL_EPEER);
     CHECK(wait_through(comms[1], ticket) == PL_EPEER);
-    recover_all(2, comms);
-    do_exact_all_reduce(2, comms, 1);
 }
 
 PLAYED_TEST(2, RANKS_DEADLINE_NS, what_all_had_done_before_a_rank_aborted_stays_done)
 {
     pl_ticket ticket = 0;
-    pl_recovery recovery = PL_NOTHING_FAILED;
-    for (int has_recovered = 0; has_recovered < 2; has_recovered++) {
-        CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
-        CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
-        CHECK_OK(pl_comm_progress(comms[1]));
-        CHECK_OK(wait_through(comms[0], ticket)); /* rank 0's step ends well */
-        pl_comm_abort(comms[0], "in the next step");
-        if (has_recovered)
-            CHECK(pl_comm_recover(comms[0], 0, &recovery) == PL_EAGAIN);
-        CHECK_OK(wait_through(comms[1], ticket)); /* and so does rank 1's */
-        CHECK(pl_comm_issue(comms[1], &barrier, &ticket) == PL_EPEER);
-        recover_all(2, comms);
-    }
-    do_exact_all_reduce(2, comms, 1);
-    CHECK_OK(pl_comm_recover(comms[0], 0, &recovery));
-    CHECK(recovery == PL_NOTHING_FAILED);
-}
-
-PLAYED_TEST(2, RANKS_DEADLINE_NS, nothing_is_issued_while_the_world_recovers)
-{
-    pl_ticket ticket = 0;
-    pl_recovery recovery = PL_NOTHING_FAILED;
-    pl_comm_abort(comms[0], "stop");
-    CHECK(pl_comm_recover(comms[0], 0, &recovery) == PL_EAGAIN);
-    CHECK(pl_comm_issue(comms[0], &barrier, &ticket) == PL_ESTATE);
-    CHECK(pl_comm_issue(comms[1], &barrier, &ticket) == PL_EPEER);
-    recover_all(2, comms);
-    do_exact_all_reduce(2, comms, 1);
-}
-
-PLAYED_TEST(3, RANKS_DEADLINE_NS, a_recovery_that_is_aborted_is_begun_anew)
-{
-    pl_recovery recovery = PL_NOTHING_FAILED;
-    for (int round = 0; round < 5; round++) {
-        pl_comm_abort(comms[0], "first");
-        CHECK(pl_comm_recover(comms[0], 0, &recovery) == PL_EAGAIN);
-        CHECK(pl_comm_recover(comms[1], 0, &recovery) == PL_EAGAIN);
-        pl_comm_abort(comms[1], "interrupted while it recovered");
-        recover_all(3, comms);
-        do_exact_all_reduce(3, comms, (unsigned)round);
-    }
-}
-
-PLAYED_TEST(2, 200 * PLI_MS, patience_with_a_rank_begins_anew_when_the_world_recovers)
-{
-    pl_ticket ticket = 0;
-    pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
-    CHECK(pl_comm_wait(comms[0], ticket, 0) == PL_EAGAIN);
-    pl_comm_abort(comms[0], "the user pressed a key");
-    pli_sleep_ns(300 * PLI_MS); /* and rested */
-    CHECK(pl_comm_recover(comms[0], 20 * PLI_MS, &recovery) == PL_EAGAIN);
-    CHECK_OK(recover_through(comms[1], &recovery));
-    CHECK_OK(recover_through(comms[0], &recovery));
-    do_exact_all_reduce(2, comms, 1);
+    CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
+    CHECK_OK(pl_comm_progress(comms[1]));
+    CHECK_OK(wait_through(comms[0], ticket)); /* rank 0's step ends well */
+    pl_comm_abort(comms[0], "in the next step");
+    pl_comm_leave(comms[0]);
+    CHECK_OK(wait_through(comms[1], ticket)); /* and so does rank 1's */
+    check_stays_failed(comms[1], PL_EPEER, "in the next step");
+    CHECK_OK(wait_through(comms[1], ticket));
 }
 
 /* ---- ranks that leave, and slow ranks ------------------------------------------- */
@@ -295,9 +222,7 @@ static void do_and_leave(rank_job *job)
     CHECK(st == PL_EPEER);
     CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
     CHECK(blames(pl_error_message(), job->rank, leaver));
-    CHECK_SAYS("has left");
-    pl_recovery recovery;
-    CHECK(pl_comm_recover(job->comm, 0, &recovery) == PL_EPEER);
+    check_stays_failed(job->comm, PL_EPEER, "has left");
 }
 
 TEST(a_rank_that_leaves_is_named_to_those_who_wait_for_it)
@@ -385,7 +310,4 @@ PLAYED_TEST(2, RANKS_DEADLINE_NS,
     pl_comm_abort(comms[0], "the dog ate it");
     pli_comm_set_failure_message(comms[0], NULL);
     CHECK_FAILS(pl_comm_progress(comms[1]), PL_EPEER, "the dog ate it");
-    comms[0]->host->end(comms[0], "for good");
-    pli_comm_set_failure_message(comms[0], NULL);
-    CHECK_FAILS(pl_comm_progress(comms[1]), PL_EPEER, "for good");
 }

@@ -51,7 +51,7 @@ static void expect_failed(const pair *it)
 {
     for (int r = 0; r < 2; r++) {
         pl_reducer_fail(it->reducers[r], "the means differ");
-        CHECK(pl_reducer_recover(it->reducers[r], 0) == PL_EMISMATCH);
+        CHECK(pl_reducer_check_weights(it->reducers[r]) == PL_EMISMATCH);
         CHECK_SAYS("the ranks' weights differ since step");
     }
 }
@@ -132,8 +132,10 @@ static void go_on_after_failure(pair *it)
     for (int step = 0; step < 3; step++)
         CHECK_OK(take_step(it, N_PARAMS, SIZE_MAX));
     pl_reducer_fail(it->reducers[0], "a failure of this test's");
-    CHECK(pl_reducer_recover(it->reducers[1], RANKS_SLICE_NS) == PL_EPEER);
-    recover_both(it);
+    CHECK(pl_reducer_notice_failure(it->reducers[1]) == PL_EPEER);
+    const pl_reducer_spec spec = spec_of(N_PARAMS);
+    if (!pair_renew(&spec, it))
+        return;
     for (int step = 0; step < 3; step++)
         CHECK_OK(take_step(it, N_PARAMS, SIZE_MAX));
 }

@@ -291,7 +291,6 @@ static void fail_between(rank_job *job)
 {
     const problem *it = job->context;
     pl_exchange *exchange = NULL;
-    pl_recovery recovery;
     side self;
     side_fill(it, job->rank, &self);
     CHECK_OK(make_exchange(&self, job->comm, &exchange));
@@ -310,8 +309,6 @@ static void fail_between(rank_job *job)
     }
     pl_exchange_destroy(exchange);
     side_drop(&self);
-    CHECK_OK(recover_through(job->comm, &recovery));
-    average(job); /* the next exchange sees nothing of this one */
 }
 
 TEST(who_fails_between_two_rounds_fails_the_exchange_on_every_rank)

@@ -49,7 +49,7 @@ static pl_status deliver(gpu_rank *self, size_t i, block data, size_t stream,
 /* Begins a step, in which all streams wait for the main one. */
 static int begin(gpu_rank *self)
 {
-    if (!CHECK_OK(reducer_recover_through(self->reducer)) || !CHECK_OK(gpu_begin(self)))
+    if (!CHECK_OK(gpu_begin(self)))
         return 0;
     streams_behind(self);
     return 1;
@@ -149,79 +149,19 @@ TEST(means_are_rescaled_behind_the_operations_that_make_them)
 
 /* ---- after a failed step -------------------------------------------------------- */
 
-static int mark_ready(gpu_rank *self, uint64_t step, size_t i, size_t stream,
-                      pl_write_mode mode)
+/* The gradient is in its slot already. */
+static int mark_in_place(gpu_rank *self, uint64_t step, size_t i, size_t stream)
 {
     const int range[2] = {0, 1};
     block none = {.at = 0};
     pl_ready_result result = PL_LATE;
-    if (mode != PL_IN_PLACE)
-        return deliver(self, i, filled(self, step, i, 1, stream), stream, &result) ==
-               PL_OK;
     launch_fill(self, step, i, range, stream, gpu_slot(self, i));
-    if (pl_reducer_mark_ready(self->reducer, i, gpu_slot(self, i), mode,
+    if (pl_reducer_mark_ready(self->reducer, i, gpu_slot(self, i), PL_IN_PLACE,
                               stream_of(self, stream), &result) != PL_OK)
         return 0;
     account(self, i, &none, result);
     drop_posted(self);
     return 1;
-}
-
-static size_t last_but(const gpu_rank *self, size_t n)
-{
-    return self->n_streams > n ? self->n_streams - 1 - n : 0;
-}
-
-/* Gradients are written into their slots on a stream; no bucket is complete when the
- * rank gives up. */
-static int fail_in_between(gpu_rank *self, uint64_t step, size_t stream)
-{
-    if (!begin(self))
-        return 0;
-    for (size_t i = 0; i < self->model->n_params; i++)
-        if (i % 4 != 0 && !CHECK(mark_ready(self, step, i, stream, PL_IN_PLACE)))
-            return 0;
-    pl_reducer_fail(self->reducer, "given up");
-    drop_all(self);
-    return 1;
-}
-
-/* Uses its own stream; the host waits for the packed data, and only then for the
- * streams of failed steps.  In some steps a third is copied before the rest. */
-static int go_on_elsewhere(gpu_rank *self, uint64_t step)
-{
-    const size_t stream = last_but(self, 2);
-    if (!CHECK_OK(reducer_recover_through(self->reducer)) || !CHECK_OK(gpu_begin(self)))
-        return 0;
-    for (size_t i = 0; i < self->model->n_params; i++) {
-        if (!CHECK(mark_ready(self, step, i, stream, PL_REPLACE)))
-            return 0;
-        if (step % 2 == 0 && i % 3 == 1 && self->held[i].at != 0) {
-            CHECK_OK(pl_reducer_flush(self->reducer, i));
-            give_block(self, &self->held[i]);
-        }
-    }
-    stream_behind(self, 0, stream);
-    if (!close_buckets(self, step))
-        return 0;
-    for (size_t k = 0; k < self->n_streams; k++)
-        CHECK(cuStreamSynchronize(self->streams[k]) == 0);
-    return wait_and_end(self, step);
-}
-
-/* Two steps in a row fail, on different streams. */
-static int fail_twice_and_go_on(gpu_rank *self, uint64_t step)
-{
-    return step % 3 == 1 ? go_on_elsewhere(self, step)
-                         : fail_in_between(self, step, last_but(self, step % 3 / 2));
-}
-
-TEST(slots_are_written_behind_what_a_failed_step_wrote_there)
-{
-    EACH_SEED (seed, N_SEEDS) {
-        lesson what = {.it = model_of(seed, 1, N_PARAMS), .step = fail_twice_and_go_on};
-        run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
-    }
 }
 
 static atomic_int n_marked; /* ranks */
@@ -232,7 +172,7 @@ static int fail_and_leave(gpu_rank *self, uint64_t step)
     if (!CHECK_OK(gpu_begin(self)))
         return 0;
     for (size_t i = 0; i < self->model->n_params; i++)
-        if (i % 4 != 0 && !CHECK(mark_ready(self, step, i, 0, PL_IN_PLACE)))
+        if (i % 4 != 0 && !CHECK(mark_in_place(self, step, i, 0)))
             return 0;
     atomic_fetch_add(&n_marked, 1);
     while (atomic_load(&n_marked) < self->model->world_size)
@@ -253,6 +193,11 @@ TEST(memory_stays_until_what_a_failed_step_writes_is_there)
 
 /* ---- a total that replaces the slot's data -------------------------------------- */
 
+static size_t last_but(const gpu_rank *self, size_t n)
+{
+    return self->n_streams > n ? self->n_streams - 1 - n : 0;
+}
+
 /* The first is written in place on one stream, the total comes on another; the host
  * waits for the total's stream first. */
 static int replace_elsewhere(gpu_rank *self, uint64_t step)
@@ -262,7 +207,7 @@ static int replace_elsewhere(gpu_rank *self, uint64_t step)
         return 0;
     for (size_t i = 0; i < self->model->n_params; i++) {
         pl_ready_result result = PL_LATE;
-        if (!CHECK(mark_ready(self, step, i, first, PL_IN_PLACE)) ||
+        if (!CHECK(mark_in_place(self, step, i, first)) ||
             !CHECK_OK(
                 deliver(self, i, filled(self, step, i, 2, second), second, &result)))
             return 0;

@@ -55,6 +55,34 @@ TEST(a_rank_killed_while_the_world_is_made_is_named_by_all_at_once)
         kill_one(seed, 0);
 }
 
+/* Rank 0 raises; then rank 1 is killed. */
+static void look_for_the_dead(child *self)
+{
+    pl_status st = child_join(self);
+    if (self->rank == 0 && st == PL_OK)
+        pl_comm_abort(self->comm, "the dog ate it");
+    while (st == PL_OK && pl_comm_progress(self->comm) == PL_OK)
+        pli_sleep_ns(PLI_MS);
+    while (st == PL_OK) {
+        st = pli_comm_query(self->comm, PLI_QUERY_GONE);
+        pli_sleep_ns(PLI_MS);
+    }
+    child_report(self, st);
+    CHECK_FAILS(pli_comm_query(self->comm, PLI_QUERY_WORLD), PL_EPEER, "died");
+    check_stays_failed(self->comm, PL_EPEER, "the dog ate it");
+    await_flag(&self->board->is_stopped);
+}
+
+TEST(a_rank_killed_after_the_world_has_failed_is_known_to_be_gone)
+{
+    board *all = board_create(3, 1);
+    processes_start(all, look_for_the_dead);
+    processes_await_world(all);
+    pli_sleep_ns(20 * PLI_MS);
+    processes_blame(all, 1, PL_EPEER, processes_lose(all, 1, SIGKILL), SOON_NS);
+    board_destroy(all);
+}
+
 /* Its child holds all its descriptors, as a data loader's worker does. */
 static void have_a_child_that_stays(child *self)
 {

@@ -4,6 +4,7 @@
  *     a1:1     adds                                w2e3    stream 2 waits for event 3
  *     s1:4     scales                              i7      issues device operation,
  *     o1       orders stream 1 behind the world            ready with event 7
+ *     f1       releases memory after stream 1
  *     h  b     issues in host memory; a barrier
  *
  * Memory is the host's; the world stands on a local one.  One thread drives both ranks
@@ -183,11 +184,6 @@ static inline pl_status trace_wait(pl_comm *comm, pl_ticket ticket, int64_t slic
     return pl_comm_wait(of_comm(comm)->local, ticket, slice_ns);
 }
 
-static inline pl_status trace_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
-{
-    return pl_comm_recover(of_comm(comm)->local, slice_ns, out);
-}
-
 static inline void trace_abort(pl_comm *comm, const char *words)
 {
     pl_comm_abort(of_comm(comm)->local, words);
@@ -207,8 +203,7 @@ static inline pl_status trace_order(pl_comm *comm, pl_stream *on)
 
 static inline void trace_follow(pl_comm *comm, pl_stream *on)
 {
-    (void)comm;
-    (void)on;
+    note(of_comm(comm), "f%d ", number(on));
 }
 
 static const pl_comm_ops trace_comm_ops = {
@@ -216,7 +211,6 @@ static const pl_comm_ops trace_comm_ops = {
     .issue = trace_issue,
     .progress = trace_progress,
     .wait = trace_wait,
-    .recover = trace_recover,
     .abort = trace_abort,
     .record_activity = trace_record_activity,
 };

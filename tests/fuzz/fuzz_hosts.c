@@ -91,7 +91,6 @@ static void use_hosts(pl_comm *world, bytes *from, const int *ends)
 {
     const pl_op op = drawn_op(bytes_number(from));
     pl_ticket ticket = 0;
-    pl_recovery recovery;
     pl_status st = PL_EAGAIN;
     send_runs(ends, from);
     for (int s = 0; s < HOSTS_N * PLI_N_LINK_STREAMS; s++)
@@ -101,8 +100,8 @@ static void use_hosts(pl_comm *world, bytes *from, const int *ends)
         for (int i = 0; i < HOSTS_WAITS && st == PL_EAGAIN; i++)
             st = pl_comm_wait(world, ticket, 0);
     (void)!pli_comm_check_peers(world);
-    for (int i = 0, is_over = 0; i < HOSTS_WAITS && !is_over; i++)
-        is_over = pl_comm_recover(world, 0, &recovery) != PL_EAGAIN;
+    for (int what = PLI_QUERY_GONE; what <= PLI_QUERY_WORLD; what++)
+        (void)!pli_comm_query(world, (pli_query)what);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)

@@ -14,7 +14,6 @@ enum { SEGMENT_RANKS = 2, SEGMENT_ARENA = 4096, SEGMENT_OPS = 64 };
 enum {
     SEGMENT_IS_RAW = 1,
     SEGMENT_IS_CUT = 2,
-    SEGMENT_RECOVERS = 4,
     SEGMENT_HAS_NO_END = 8 /* the other rank's message does not end */
 };
 
@@ -51,23 +50,19 @@ static int write_segment(unsigned flags, bytes *from)
 static int is_failed(const pli_shm_comm *comm)
 {
     pli_failure failure;
-    return pli_failure_get(comm->segment, &failure) &&
-           pli_failure_concerns(&failure, comm->epoch);
+    return pli_failure_get(comm->segment, &failure);
 }
 
 /* Calls all functions that read data of the other rank. */
-static void use_comm(pli_shm_comm *comm, unsigned flags, const uint64_t *failures)
+static void use_comm(pli_shm_comm *comm, unsigned flags, uint64_t failure)
 {
     const pl_op op = {.kind = PL_ALL_REDUCE, .dtype = PL_F32, .n_elems = 10};
     pl_comm *world = &comm->super;
     pl_ticket ticket = 0;
-    pl_recovery recovery;
     unsigned bit = 0;
     (void)!pl_comm_issue(world, &op, &ticket);
-    if (!(flags & SEGMENT_IS_RAW)) {
-        atomic_store(&pli_header_of(comm->segment)->failure, failures[0]);
-        atomic_store(&pli_header_of(comm->segment)->raised, failures[1]);
-    }
+    if (!(flags & SEGMENT_IS_RAW))
+        atomic_store(&pli_header_of(comm->segment)->failure, failure);
     (void)!pl_comm_progress(world);
     for (int what = PLI_QUERY_GONE; what <= PLI_QUERY_WORLD; what++)
         (void)!pli_comm_query(world, (pli_query)what);
@@ -76,8 +71,6 @@ static void use_comm(pli_shm_comm *comm, unsigned flags, const uint64_t *failure
         (void)!world->host->await_notice(world, 0, 1, 0, &bit);
     }
     (void)!pli_comm_check_peers(world);
-    if (flags & SEGMENT_RECOVERS)
-        (void)!pl_comm_recover(world, 0, &recovery);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
@@ -85,9 +78,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     bytes from = {data, n};
     const int n_before = n_descriptors();
     const unsigned flags = bytes_number(&from);
-    uint64_t failures[2] = {0, 0};
+    uint64_t failure = 0;
     if (!(flags & SEGMENT_IS_RAW))
-        bytes_copy(&from, failures, sizeof failures);
+        bytes_copy(&from, &failure, sizeof failure);
     const int fd = write_segment(flags, &from);
     pli_shm_segment *shared = NULL;
     pli_shm_comm *comm = NULL;
@@ -102,7 +95,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
                                                          .rank = 1,
                                                          .deadline_ns = PLI_MS},
                                  &comm) == PL_OK);
-        use_comm(comm, flags, failures);
+        use_comm(comm, flags, failure);
         pl_comm_destroy(&comm->super);
     }
     must(n_descriptors() == n_before);

@@ -5,10 +5,6 @@ from mutants import all_mutants
 # Operators and a reason, followed by the places that it applies to: a file, a function,
 # a piece of its text.
 REASONS = """
-other stream, drop order: the new communicator's first collectives come behind on the
-same stream, and the host waits for those
-    csrc/nccl/gpu_comm_fail.c renew_communicator self->drained
-
 other stream: the host waits for each copy, and for the operation between them, and
 nothing else touches the memory that is tried
     csrc/nccl/gpu_comm_trial.c fill pli_cuda_write(
@@ -36,13 +32,6 @@ gradients, and they behind it; only time is lost
     csrc/reducer/reducer_deliver.c count_ready pli_reducer_post_ready(
     csrc/reducer/reducer_deliver.c pl_reducer_mark_ready count_ready(
     csrc/reducer/reducer_finish.c close_step pli_reducer_post_ready(
-
-drop order, other stream, side stream: what is added to was copied into the slot before,
-behind what a failed step has left, and the sum comes behind that
-    csrc/reducer/reducer_deliver.c add_now stream_wait_pending(
-
-side stream: recovery waits on the host for what is on the device's own stream
-    csrc/reducer/reducer_deliver.c pli_deferred_copies_abandon stream_wait_pending(
 
 drop order, other stream, side stream: the memory that is tried is new, and no stream
 has anything to do with it yet

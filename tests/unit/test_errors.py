@@ -10,11 +10,11 @@ import pytest
 DIED = "rank 2: rank 3 (process 0) died (step 5, in forward, after operation 4)"
 OWN = "\n\nIts own failure message:\n"
 FACTS = [  # the message, the rank at fault and its step
-    (f"rank 0: ranks 2 to 3 (host 1) failed: {DIED}; this rank was at step 6", 3, 5),
-    (f"rank 0: the world has failed ({DIED}): wrap the model anew", 3, 5),
+    (f"rank 0: the step has failed ({DIED})", 3, 5),
     (f"rank 1: the step of rank 0 failed (step 9, in forward){OWN}{DIED}", 3, 5),
     (f"rank 0: the step of rank 1 failed (step 9, in a){OWN}KeyError: {DIED}", 1, 9),
-    ("rank 0: rank 1 (host 1) failed: ValueError: rank 7 is odd", 1, None),
+    ("rank 0: rank 1 left the construction (KeyboardInterrupt)", 1, None),
+    ("rank 0: a step has ended on some ranks only (rank 1 has", None, None),
     (f"rank 0: the step of ranks 2 to 3 (host 1) failed{OWN}rank 3: a", 3, None),
     ("rank 0: ranks 2 to 3 (host 1) kept this rank waiting for 6 seconds", None, None),
     ("rank 1: ranks [2] have not come to this construction within 9 s", 2, None),

@@ -76,19 +76,6 @@ void pli_forwards_send(reducer_object *self)
     pl_reducer_set_forwards(self->reducer, &counts);
 }
 
-/* Counts as if the last step ended n forwards ago, and all n were training ones. */
-static void count_from(forward_counts *forwards, unsigned n)
-{
-    *forwards = (forward_counts){.n = forwards->n,
-                                 .n_before = forwards->n >= n ? forwards->n - n : 0,
-                                 .n_over = forwards->n_over,
-                                 .n_training = n,
-                                 .n_answered[MODE_TRAINING] = n,
-                                 .n_in_step = forwards->n_in_step,
-                                 .n_failed = forwards->n_failed,
-                                 .n_failed_unanswered = forwards->n_failed_unanswered};
-}
-
 void pli_forwards_end_step(reducer_object *self, int is_taken)
 {
     forward_counts *forwards = &self->forwards;
@@ -100,8 +87,10 @@ void pli_forwards_end_step(reducer_object *self, int is_taken)
     if (is_taken)
         forwards->n_in_step =
             forwards->n_training - forwards->n_unanswered[MODE_TRAINING];
-    pli_forwards_forget_failed(self);
-    count_from(forwards, 0);
+    *forwards = (forward_counts){.n = forwards->n,
+                                 .n_before = forwards->n,
+                                 .n_over = forwards->n_over,
+                                 .n_in_step = forwards->n_in_step};
 }
 
 void pli_forwards_raise(reducer_object *self, forward_mode mode)
@@ -115,29 +104,29 @@ void pli_forwards_raise(reducer_object *self, forward_mode mode)
 void pli_forwards_fail_step(reducer_object *self)
 {
     forward_counts *forwards = &self->forwards;
-    const unsigned n = (unsigned)(forwards->n - forwards->n_before);
-    if (!self->comm->is_failure_final) {
-        forwards->n_failed_unanswered +=
-            forwards->n_unanswered[MODE_TRAINING] + forwards->n_raised[MODE_TRAINING];
-        return;
-    }
-    forwards->n_unanswered[MODE_TRAINING] = forwards->n_training;
-    forwards->n_unanswered[MODE_EVALUATION] = n - forwards->n_training;
+    forwards->n_failed_unanswered +=
+        forwards->n_unanswered[MODE_TRAINING] + forwards->n_raised[MODE_TRAINING];
+}
+
+void pli_forwards_lose(reducer_object *self)
+{
+    self->forwards.n_failed++;
+    self->forwards.n_failed_unanswered++;
 }
 
 /* If each step has one forward, the counts show which ranks have left out one, even
  * over failed steps.  If it has several, ranks differ in how many they have run when a
- * step fails, so they count afresh. */
-void pli_forwards_restart(reducer_object *self, unsigned n)
+ * step fails, so they count afresh; so do ranks that all got a MismatchError, which may
+ * have agreed where to go on. */
+void pli_forwards_follow(reducer_object *self, const reducer_object *failed)
 {
-    forward_counts *forwards = &self->forwards;
-    const unsigned n_run = forwards->n_training + forwards->n_raised[MODE_TRAINING];
-    if (forwards->n_in_step > 1)
-        pli_forwards_forget_failed(self);
-    else if (n_run > n)
-        forwards->n_failed += n_run - n;
-    count_from(forwards, n);
-    pli_buffers_forget(self);
+    const forward_counts *before = &failed->forwards;
+    self->forwards.n_in_step = before->n_in_step;
+    if (before->n_in_step > 1 || pl_comm_progress(failed->comm) == PL_EMISMATCH)
+        return;
+    self->forwards.n_failed =
+        before->n_failed + before->n_training + before->n_raised[MODE_TRAINING];
+    self->forwards.n_failed_unanswered = before->n_failed_unanswered;
 }
 
 void pli_forwards_forget_failed(reducer_object *self)

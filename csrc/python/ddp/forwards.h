@@ -27,12 +27,14 @@ void pli_forwards_end_step(reducer_object *self, int is_taken);
  * step, this rank has given up the same one. */
 void pli_forwards_raise(reducer_object *self, forward_mode mode);
 
-/* A step has failed.  In a world that cannot recover, the step may be undone, so no
- * forward since the last one counts as answered. */
+/* A step has failed. */
 void pli_forwards_fail_step(reducer_object *self);
 
-/* A failed step was left behind, in the n-th forward of the next step. */
-void pli_forwards_restart(reducer_object *self, unsigned n);
+/* After a failed step: a synchronised forward could not begin. */
+void pli_forwards_lose(reducer_object *self);
+
+/* Continues the counts of a reducer whose step has failed. */
+void pli_forwards_follow(reducer_object *self, const reducer_object *failed);
 
 /* Forgets what steps that failed have counted.  For a join context that begins or ends:
  * ranks that left it by an exception are together. */

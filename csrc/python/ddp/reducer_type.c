@@ -573,21 +573,6 @@ static int is_in_backward(const module_state *state)
     return is_inside;
 }
 
-/* Before a synchronised forward: leaves a failed step behind.  If only a peer failed,
- * this rank meets that when it waits for peers, so that its own errors come first. */
-static int leave_failure(reducer_object *self)
-{
-    if (!self->sync.is_on || !pl_reducer_has_failed(self->reducer))
-        return 0;
-    if (pli_step_recover(self) != 0) {
-        self->forwards.n_failed++; /* this forward has no backward */
-        self->forwards.n_failed_unanswered++;
-        return -1;
-    }
-    pli_forwards_restart(self, 0);
-    return 0;
-}
-
 static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
@@ -599,13 +584,6 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
         Py_RETURN_NONE;
     if (pli_step_check_process(self) != 0 || pli_backward_end_await(self) != 0)
         return NULL;
-    if (self->unseen == FAILURE_UNSEEN) {
-        self->unseen = NO_FAILURE_UNSEEN;
-        return PyErr_Format(PyExc_RuntimeError,
-                            "the last backward's gradients were not averaged: compiled "
-                            "autograd ran it outside of the main thread and left "
-                            "parameters unused; run it in the main thread");
-    }
     if (pl_reducer_is_active(self->reducer)) {
         /* The optimizer has run since, on gradients that were not averaged. */
         pli_step_fail(self, "the end of the last backward was never seen");
@@ -615,8 +593,7 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
             "was never seen: run the model's forward through the wrapper");
     }
     self->sync.backward = SYNC_ON;
-    if (leave_failure(self) != 0 ||
-        (pli_is_on_device(self) && pli_buffers_apply(self) != 0))
+    if (pli_is_on_device(self) && pli_buffers_apply(self) != 0)
         return NULL;
     /* Drop an old exception, unless it failed a step: peers must still read it. */
     if (!pl_reducer_has_failed(self->reducer))
@@ -663,12 +640,46 @@ static PyObject *reducer_forward_fails(PyObject *object, PyObject *argument)
     const int is_training = PyObject_IsTrue(argument);
     if (is_training < 0)
         return NULL;
-    if (!self->sync.is_on || is_in_backward(state_of(object)))
+    if (!self->sync.is_on || is_in_backward(state_of(object)) ||
+        getpid() != self->owner_pid)
         Py_RETURN_NONE;
-    pl_reducer_skip(self->reducer);
-    if (pl_reducer_has_failed(self->reducer))
+    if (pl_reducer_has_failed(self->reducer)) {
+        pli_forwards_lose(self);
+        Py_RETURN_NONE;
+    }
+    if (pl_reducer_notice_failure(self->reducer) != PL_OK)
         pli_forwards_fail_step(self);
     pli_forwards_raise(self, is_training ? MODE_TRAINING : MODE_EVALUATION);
+    Py_RETURN_NONE;
+}
+
+/* Raises why no reducer may follow this one, whose step has failed. */
+static PyObject *reducer_check_failure(PyObject *object, PyObject *ignored)
+{
+    PLI_ENTER(object);
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    if (self->unseen == FAILURE_UNSEEN) {
+        self->unseen = NO_FAILURE_UNSEEN;
+        return PyErr_Format(PyExc_RuntimeError,
+                            "the last backward's gradients were not averaged: compiled "
+                            "autograd ran it outside of the main thread and left "
+                            "parameters unused; run it in the main thread");
+    }
+    pl_status st = pl_reducer_check_weights(self->reducer);
+    for (pl_comm *comm = self->comm; st == PL_OK && comm != NULL; comm = comm->base)
+        if (pli_comm_is_group_comm(comm)) /* peers may wait in it for this rank */
+            st = pl_comm_progress(comm);
+    return pli_none(pli_check(state_of(object), st));
+}
+
+static PyObject *reducer_follow(PyObject *object, PyObject *argument)
+{
+    PLI_ENTER(object);
+    if (!Py_IS_TYPE(argument, Py_TYPE(object)))
+        return PyErr_Format(PyExc_TypeError, "failed is %R: give a Reducer", argument);
+    pl_reducer_follow(reducer_of(object)->reducer, reducer_of(argument)->reducer);
+    pli_forwards_follow(reducer_of(object), reducer_of(argument));
     Py_RETURN_NONE;
 }
 
@@ -701,6 +712,7 @@ static PyObject *reducer_detach(PyObject *object, PyObject *ignored)
     (void)ignored;
     self->attachment = DETACHED;
     remove_hooks(self);
+    Py_CLEAR(self->on_finish);
     Py_RETURN_NONE;
 }
 
@@ -733,6 +745,25 @@ static PyObject *reducer_get_step(PyObject *object, void *closure)
     PLI_ENTER(object);
     (void)closure;
     return PyLong_FromUnsignedLongLong(pl_reducer_step(reducer_of(object)->reducer));
+}
+
+static PyObject *reducer_get_n_taken(PyObject *object, void *closure)
+{
+    PLI_ENTER(object);
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(pl_reducer_n_taken(reducer_of(object)->reducer));
+}
+
+/* A backward of another thread may be about to fail. */
+static PyObject *reducer_get_has_failed(PyObject *object, void *closure)
+{
+    PLI_ENTER(object);
+    const reducer_object *self = reducer_of(object);
+    (void)closure;
+    if (self->n_backward_ends > 0 && !is_in_backward(state_of(object)) &&
+        pli_backward_end_await(self) != 0)
+        return NULL;
+    return PyBool_FromLong(pl_reducer_has_failed(self->reducer));
 }
 
 static PyObject *reducer_get_n_active(PyObject *object, void *closure)
@@ -826,9 +857,15 @@ static PyMethodDef reducer_methods[] = {
      "note_arrivals($self, is_on, /)\n--\n\nReturn when a step last took each "
      "parameter's gradient since the call before, in nanoseconds of the monotonic "
      "clock, or 0; note the times from now on, or stop."},
+    {"check_failure", reducer_check_failure, METH_NOARGS,
+     "check_failure($self, /)\n--\n\nRaise if no reducer may follow this one, whose "
+     "step has failed."},
+    {"follow", reducer_follow, METH_O,
+     "follow($self, failed, /)\n--\n\nContinue the numbers of a reducer whose step has "
+     "failed."},
     {"detach", reducer_detach, METH_NOARGS,
-     "detach($self, /)\n--\n\nRemove the hooks from the parameters: another reducer "
-     "has them from now on, also for outputs of earlier forwards."},
+     "detach($self, /)\n--\n\nRemove the hooks from the parameters, and on_finish: "
+     "another reducer has them from now on, also for outputs of earlier forwards."},
     {"shadow_step", pli_join_shadow_step, METH_VARARGS,
      "shadow_step($self, is_first, binds_results, /)\n--\n\nTake part in one step "
      "without gradients; return the number of ranks that had gradients, and the "
@@ -860,6 +897,10 @@ static PyMethodDef reducer_methods[] = {
 static PyGetSetDef reducer_getset[] = {
     {"step", reducer_get_step, NULL, "Number of synchronised backwards begun.", NULL},
     {"is_active", reducer_get_is_active, NULL, "Whether a step is in progress.", NULL},
+    {"n_taken", reducer_get_n_taken, NULL,
+     "Steps that this rank has taken, also those of reducers that this one follows.",
+     NULL},
+    {"has_failed", reducer_get_has_failed, NULL, "Whether a step has failed.", NULL},
     {"n_active", reducer_get_n_active, NULL, "Ranks with gradients, last step.", NULL},
     {"buckets", reducer_get_buckets, NULL, "Parameters' indices, by bucket.", NULL},
     {"ready_counts", reducer_get_ready_counts, NULL,

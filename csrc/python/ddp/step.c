@@ -12,11 +12,6 @@
 #include "module_buffers.h"
 #include "sparse_grads.h"
 
-static pl_status recover_slice(void *reducer, int64_t slice_ns)
-{
-    return pl_reducer_recover(reducer, slice_ns);
-}
-
 /* Whether the engine's task, not the thread, identifies a backward.  A device has one
  * thread for all backwards; torch.distributed.autograd may use several for one. */
 static int goes_by_task(const reducer_object *self)
@@ -60,11 +55,6 @@ int pli_step_check_process(const reducer_object *self)
         "this process (%d) was forked from rank %d (process %d) and is not a rank "
         "itself: use the bare model (wrapper.module) here",
         (int)getpid(), pl_comm_rank(self->comm), self->owner_pid);
-}
-
-int pli_step_recover(reducer_object *self)
-{
-    return pli_wait_in_slices(state_of_reducer(self), recover_slice, self->reducer);
 }
 
 /* ---- views that are still in use ------------------------------------------------- */
@@ -125,13 +115,10 @@ static int protect_views(reducer_object *self)
 int pli_step_begin(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
-    const int has_failed = pl_reducer_has_failed(self->reducer);
     if (pli_step_check_process(self) != 0 || read_recording(self) != 0 ||
-        pli_step_recover(self) != 0 || pli_gpu_step_check_capture(self) != 0 ||
+        pli_gpu_step_check_capture(self) != 0 ||
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
-    if (has_failed) /* the backward may be repeated without a new forward */
-        pli_forwards_restart(self, 1);
     self->thread = PyThread_get_thread_ident();
     self->has_user_hooks = 0;
     if (protect_views(self) != 0)
@@ -391,6 +378,22 @@ int pli_step_finish_all(reducer_object *self)
     return status;
 }
 
+/* An error that ends one wrapper's step has told of all worlds that have failed by then
+ * (those of wrappers that wait for one another): their next forwards meet the ranks. */
+static void notice_failures(const module_state *state)
+{
+    reducer_object *other = pli_reducers_first(state->reducers);
+    while (other != NULL) {
+        if (other->reducer != NULL && other->owner_pid == getpid() &&
+            !pl_reducer_is_active(other->reducer) &&
+            !pl_reducer_has_failed(other->reducer))
+            (void)!pl_reducer_notice_failure(other->reducer);
+        reducer_object *next = pli_reducers_first(other->next);
+        Py_DECREF(other);
+        other = next;
+    }
+}
+
 void pli_step_fail(reducer_object *self, const char *text)
 {
     PyObject *type, *value, *traceback;
@@ -402,6 +405,7 @@ void pli_step_fail(reducer_object *self, const char *text)
     pli_forwards_fail_step(self);
     pli_comm_hook_abandon(self);
     drop_gradients(self);
+    notice_failures(state_of_reducer(self));
     PyErr_Restore(type, value, traceback);
 }
 

@@ -7,9 +7,6 @@
 /* Returns -1, with an exception, in a process forked from the rank. */
 int pli_step_check_process(const reducer_object *self);
 
-/* Leaves a failed step behind, with every rank; returns at once if none failed. */
-int pli_step_recover(reducer_object *self);
-
 int pli_step_begin(reducer_object *self);
 
 /* Finishes a step.  After a successful step it raises if a join context must end. */

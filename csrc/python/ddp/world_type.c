@@ -649,18 +649,12 @@ static PyObject *world_wait(PyObject *object, PyObject *number)
                     pli_wait_for_ticket(state_of(object), comm_of(object), ticket));
 }
 
-static pl_status recover_slice(void *context, int64_t slice_ns)
-{
-    pl_recovery recovery;
-    return pl_comm_recover(context, slice_ns, &recovery);
-}
-
-static PyObject *world_recover(PyObject *object, PyObject *ignored)
+static PyObject *world_check_gone(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
-    pl_comm *comm = comm_of(object);
     (void)ignored;
-    return pli_none(pli_wait_in_slices(state_of(object), recover_slice, comm));
+    return pli_none(
+        pli_check(state_of(object), pli_comm_query(comm_of(object), PLI_QUERY_GONE)));
 }
 
 const char *pli_text_of(PyObject *argument)
@@ -681,17 +675,31 @@ static PyObject *world_note_exception(PyObject *object, PyObject *argument)
     Py_RETURN_NONE;
 }
 
+static PyObject *world_fail(PyObject *object, PyObject *argument)
+{
+    PLI_ENTER(object);
+    const char *text = pli_text_of(argument);
+    if (text == NULL)
+        return NULL;
+    PyThreadState *thread = pli_let_go(((world_object *)object)->gpu);
+    pl_comm_abort(comm_of(object), text);
+    pli_take_back(thread);
+    Py_RETURN_NONE;
+}
+
 static PyObject *world_record(PyObject *object, PyObject *argument)
 {
     PLI_ENTER(object);
     world_object *self = (world_object *)object;
-    if (!Py_IS_TYPE(argument, state_of(object)->recorder_type))
-        return PyErr_Format(PyExc_TypeError, "recorder is %R: give a Recorder",
-                            argument);
-    if (self->recorder != NULL)
-        return PyErr_Format(PyExc_RuntimeError, "the world has a recorder already");
-    self->recorder = Py_NewRef(argument);
-    pli_comm_set_recorder(self->comm, ((recorder_object *)argument)->recorder);
+    pli_recorder *recorder = NULL;
+    if (argument != Py_None) {
+        if (!Py_IS_TYPE(argument, state_of(object)->recorder_type))
+            return PyErr_Format(PyExc_TypeError, "recorder is %R: give a Recorder",
+                                argument);
+        recorder = ((recorder_object *)argument)->recorder;
+    }
+    pli_comm_set_recorder(self->comm, recorder);
+    Py_XSETREF(self->recorder, recorder != NULL ? Py_NewRef(argument) : NULL);
     Py_RETURN_NONE;
 }
 
@@ -746,8 +754,8 @@ static PyMethodDef world_methods[] = {
      "Declare this rank's range ready for one collective; return its ticket."},
     {"wait", world_wait, METH_O,
      "wait($self, ticket, /)\n--\n\nWait until every rank did its part up to ticket."},
-    {"recover", world_recover, METH_NOARGS,
-     "recover($self, /)\n--\n\nLeave a failed step behind, together with every rank."},
+    {"check_gone", world_check_gone, METH_NOARGS,
+     "check_gone($self, /)\n--\n\nRaise PeerError if a rank has died or left."},
     {"broadcast", pli_world_broadcast, METH_VARARGS,
      "broadcast($self, tensors, root=0, /)\n--\n\nOverwrite every rank's tensors with "
      "those of rank root."},
@@ -755,8 +763,10 @@ static PyMethodDef world_methods[] = {
      "note_exception($self, text, /)\n--\n\nKeep a text for peers that must name this "
      "rank; None drops it."},
     {"record", world_record, METH_O,
-     "record($self, recorder, /)\n--\n\nRecord this rank's steps. Call it once, before "
-     "the first step; the file is removed when the rank leaves."},
+     "record($self, recorder, /)\n--\n\nRecord this rank's steps. Call it between "
+     "steps; the file is removed when the rank leaves. None ends the recording."},
+    {"fail", world_fail, METH_O,
+     "fail($self, text, /)\n--\n\nEnd the world for every rank; they get the text."},
     {"leave", world_leave, METH_NOARGS,
      "leave($self, /)\n--\n\nSay goodbye to the peers; may be called twice."},
     {NULL, NULL, 0, NULL},

@@ -130,23 +130,23 @@ class CommHookRunner:
         reducer: _native.Reducer,
         parameters: Sequence[torch.Tensor],
         sparse: Iterable[int],
-        registered: tuple[Hook, Any],
+        hooks: CommHooks,
         uses_group: bool,
     ) -> None:
         self._uses_group = uses_group
         self._reducer: _native.Reducer = weakref.proxy(reducer)
         self._parameters = parameters
         self._sparse = frozenset(sparse)
-        self._hook, self._state = registered
+        self._hooks = hooks
+        self._hook, self._state = hooks.registered[0]
         self._pending: list[tuple[int, torch.Tensor, Any]] = []
         self._members: list[list[torch.Tensor]] = []
-        self._has_lost_order = False
         self._refusal: RuntimeError | None = None
         self._next = 0  # the next bucket's number; empty ones have none
 
     def post(self, index: int) -> None:
         """Start the hook's work on a full bucket."""
-        if self._has_lost_order:
+        if self._hooks.has_lost_order:
             raise RuntimeError(_ORDER_LOST)
         reducer = self._reducer
         if index == 0:  # a step begins, in which the buckets do not change
@@ -200,7 +200,7 @@ class CommHookRunner:
         """
         pending, self._pending = self._pending, []
         if not all(future.done() for _, _, future in pending):
-            self._has_lost_order = True
+            self._hooks.has_lost_order = True
 
     def refuse(self) -> None:
         """Raise if the hook returned something other than a future."""
@@ -279,6 +279,7 @@ class CommHooks:
         self.registered: list[tuple[Hook, Any]] = []  # and its state; one at most
         self.is_builtin = False  # a hook that torch has written in C++
         self.name = ""  # for the logging data
+        self.has_lost_order = False  # work of a failed step may be left in its group
         forks.note(self)  # a state may hold a group
 
     def refuse_second(self, *methods: str) -> None:
@@ -294,7 +295,7 @@ class CommHooks:
             (hook, _DefaultGroup if torch_groups.is_default_group(state) else state)
             for hook, state in self.registered
         ]
-        return {**vars(self), "registered": packed}
+        return {**vars(self), "registered": packed, "has_lost_order": False}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         vars(self).update(attributes)

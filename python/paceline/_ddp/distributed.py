@@ -207,8 +207,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
       in a backward ``PeerError`` also replaces their own exceptions.
     - On the CPU sums are taken in rank order, so each run gives the same bits.
     - If the group's own collectives carry gradients, sums are in the group's order, and
-      only the group can notice a rank that dies, as in torch.  After a step that failed
-      there, wrap the model anew on every rank.
+      only the group can notice a rank that dies, as in torch.  If the group itself has
+      failed, wrap the model anew on every rank.
     - In a context of ``torch.distributed.autograd`` gradients are averaged there, at
       the end of the backward, for models on the CPU only.  The forward must be in that
       context too.  torch's engine raises our errors as ``RuntimeError``.

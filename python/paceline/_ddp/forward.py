@@ -28,6 +28,24 @@ def begin(
         if session.reducer is not None and is_to_apply:
             session.reducer.apply_buffers()
         return None
+    try:
+        reducer = _begin_training(wrapper, session, has_buffers)
+    except BaseException:
+        if session.reducer is not None:
+            session.reducer.forward_fails(wrapper.training)
+        raise
+    if reducer is None:
+        return None
+    if has_buffers and session.model.buffers and session.syncs_buffers:
+        _take_buffers(session, reducer)
+    session.requested_step = -1
+    return ForwardPass(session, reducer)
+
+
+def _begin_training(
+    wrapper: TorchDDP, session: Session, has_buffers: bool
+) -> _native.Reducer | None:
+    """Begin a forward that records gradients; return the reducer, if there is one."""
     if sys.is_finalizing():  # torch aborts over a half-made graph
         raise RuntimeError(
             "Python is ending, perhaps on this rank only, so nothing is trained "
@@ -44,6 +62,9 @@ def begin(
     has_changed = session.has_changed()
     if has_changed and session.has_no_part():
         return None
+    if session.join.raises and session.has_failed():  # the ranks count in the world
+        session.adopt_changes(has_buffers)
+        has_changed = False
     if wrapper._join_config.enable and session.membership is not Membership.ALONE:
         notify_join(wrapper, session)
     if has_changed:
@@ -59,13 +80,9 @@ def begin(
             session.log.forward_begins(
                 session.model.trainable, reducer, session.callbacks
             )
-    if reducer is None:
-        return None
-    reducer.forward_begins()
-    if has_buffers and session.model.buffers and session.syncs_buffers:
-        _take_buffers(session, reducer)
-    session.requested_step = -1
-    return ForwardPass(session, reducer)
+    if reducer is not None:
+        reducer.forward_begins()
+    return reducer
 
 
 def _take_buffers(session: Session, reducer: _native.Reducer) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from paceline._compat import torch_core, torch_groups
-from paceline._ddp.model_spec import Model, copy_model
+from paceline._ddp.model_spec import Model, copy_model, sum_over_ranks
 from paceline._ddp.session import JoinState, Session, ThreadList
 
 
@@ -47,7 +47,8 @@ def notify_join(wrapper: Any, session: Session) -> None:
 
 def _count_ranks_that_go_on(session: Session, goes_on: bool) -> int:
     """Count the ranks that have another batch; each forward asks, and the end."""
-    return int(session.sum_over_ranks(torch.tensor([int(goes_on)], device="cpu")))
+    count = torch.tensor([int(goes_on)], device="cpu")
+    return int(sum_over_ranks(session.world, count))
 
 
 def _begin_count(wrapper: Any, is_synchronised: bool) -> tuple[torch.Tensor, Any]:
@@ -138,7 +139,9 @@ class JoinContext:
             _abandon(self._session, error)  # otherwise each raises on its own
 
     def _take_shadow_steps(self) -> None:
-        session, reducer = self._session, self._session.reducer
+        session = self._session
+        session.adopt_now()  # the last step may have failed
+        reducer = session.reducer
         if reducer is None:
             return  # wrapping anew has failed, and was reported
         if session.join.raises and _count_ranks_that_go_on(session, False) > 0:
@@ -165,17 +168,19 @@ class ShadowSteps(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one iteration of the others."""
-        reducer = self._session.reducer
+        session = self._session
         n_synchronised, work = _begin_count(self._wrapper, False)
         if work is not None:
             work.wait()
-        if n_synchronised.item() > 0 and reducer is not None:
-            reducer.shadow_step(False, True)
+        if n_synchronised.item() > 0 and session.reducer is not None:
+            session.adopt_now()
+            session.reducer.shadow_step(False, True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of the last rank, once all have joined."""
         session = self._session
         if session.reducer is not None:
+            session.adopt_now()
             _, last = session.reducer.shadow_step(is_last_joiner, False)
             _take_model_of(self._wrapper, session, last)
         session.join.is_active = False

@@ -366,6 +366,16 @@ def copy_model(
     torch_core.increment_version(tensors)
 
 
+def sum_over_ranks(world: _native.RankWorld, values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all ranks' values; notice at once if a rank fails."""
+    total = torch.zeros_like(values)
+    for rank in range(world.world_size):
+        of_rank = values.clone()
+        world.broadcast([of_rank], rank)
+        total += of_rank
+    return total
+
+
 def raise_first_difference(models: list[Description]) -> None:
     """Raise, alike on every rank, the first difference between rank 0 and another.
 

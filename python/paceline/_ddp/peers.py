@@ -18,7 +18,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -129,6 +129,28 @@ class Host:
         return True
 
 
+@dataclass
+class Met:
+    """What a rank keeps of a meeting, for the next one after a failed step."""
+
+    place: str  # in the group's store
+    hosts: list[Host]
+    n_meetings: int = 0  # since then
+    # This rank's keys in stores of meetings that are over.
+    left: list[tuple[Any, str]] = field(default_factory=list)
+    # Raises if a rank is gone: the failed world's.
+    check: Callable[[], None] = lambda: None
+    # Whether some ranks may have a newer world, which this one has not.
+    is_behind: bool = False
+    uses_group: bool = False  # the failed world's operations are the group's
+
+    def watch(self, world: _native.RankWorld) -> None:
+        """Check the ranks of a world that has failed."""
+        self.uses_group = world.uses_group
+        # A rank that has left this world may be in the newer one.
+        self.check = (lambda: None) if self.is_behind else world.check_gone
+
+
 def count_by_host(hosts: Sequence[Host]) -> list[int]:
     """Return how many ranks each host has; empty if links cannot join the hosts."""
     counts: list[int] = []
@@ -169,27 +191,37 @@ class Peers:
         size: int,
         seconds: float = torch_groups.DEFAULT_TIMEOUT_SECONDS,
         listener: str = "",
+        met: Met | None = None,
     ) -> None:
         self.rank, self.size, self._seconds = rank, size, seconds
         self.here = replace(Host.here(), listener=listener)
-        self._hosts: dict[int, Host] = {rank: self.here}
+        self._hosts = dict(enumerate(met.hosts if met is not None else []))
+        self._hosts[rank] = self.here
         # The group's store, under a prefix of this meeting; None: torch hides it.
         self.store: Any = None
         self._store: Any = None  # the same, while it is needed to watch processes
         self._n_sent = 0
         self._n_looked = 0
+        self._keys: set[str] = set()  # this rank's in the store
+        self._is_store_lost = False
+        self._met = met
+        self.place = ""
         store = torch_groups.group_store(group)
         if store is None:
             return
         self._store_host = "the group's store, which rank 0 or the launcher hosts,"
         if torch_groups.is_store_of_rank_0(group):
             self._store_host = "rank 0, which hosts the group's store,"
-        name = torch_groups.group_name(group)
-        number = next(_wrap_numbers[name])
-        prefix = f"paceline/{name}/{_environment.start()}/{number}"
-        self.store = forks.note(dist.PrefixStore(prefix, store))  # type: ignore[attr-defined]
+        if met is None:
+            name = torch_groups.group_name(group)
+            number = next(_wrap_numbers[name])
+            self.place = f"paceline/{name}/{_environment.start()}/{number}"
+        else:
+            self.place = f"{met.place}/{met.n_meetings + 1}"
+        self.store = forks.note(dist.PrefixStore(self.place, store))  # type: ignore[attr-defined]
         self._store = self.store
-        self._in_time(self._tell_and_read_hosts)
+        if met is None:
+            self._in_time(self._tell_and_read_hosts)
 
     @property
     def hosts(self) -> list[Host]:
@@ -199,8 +231,30 @@ class Peers:
     def meet(self, hosts: list[Host]) -> None:
         """Take over the hosts that the ranks have sent each other."""
         self._hosts = dict(enumerate(hosts))
-        if all(host.visible_pid(self.here) for host in hosts):
+        if self._met is not None:
+            self._delete_left(self._met)
+        elif all(host.visible_pid(self.here) for host in hosts):
             self._store = None  # every process can be watched from here
+
+    def _delete_left(self, met: Met) -> None:
+        """Delete keys of earlier meetings: every rank has left those."""
+        left, met.left = met.left, []
+
+        def delete() -> None:
+            for store, key in left:
+                store.delete_key(key)
+
+        self._in_time(delete)
+
+    def keep(self) -> Met:
+        """Return what the next meeting of these ranks needs; this one is over."""
+        if self._met is None:
+            met = Met(self.place, self.hosts)
+        else:
+            met = self._met
+            met.hosts, met.n_meetings = self.hosts, met.n_meetings + 1
+        met.left += [(self.store, key) for key in self._keys]
+        return met
 
     def part(self, ranks: Sequence[int]) -> None:
         """Count ranks that did not reach their host's first rank as of another host."""
@@ -253,10 +307,12 @@ class Peers:
         who = f"rank {self.rank}: {self._store_host}"
         if answers:
             return answers[0]
+        self._is_store_lost = True
         if not errors:
             words = f"has not answered within {self._seconds:g} s"
             raise _native.PeerTimeoutError(f"{who} {words}")
         if not isinstance(errors[0], dist.DistError):
+            self._is_store_lost = False
             raise errors[0]
         words = f"was lost during construction ({errors[0]})"
         raise _native.PeerError(f"{who} {words}") from errors[0]
@@ -278,6 +334,8 @@ class Peers:
 
     def check(self) -> None:
         """Raise ``PeerError`` if a rank is known to be gone."""
+        if self._met is not None:
+            self._met.check()
         self._check_processes()
         if self._store is None:
             return
@@ -291,13 +349,26 @@ class Peers:
         self._read_hosts(self._store)
 
     def tell_of_end(self, why: BaseException) -> None:
-        """Make the others' :meth:`check` raise that this rank has left the meeting."""
-        if self.store is None:
+        """Make the others' :meth:`check` raise that this rank has left the meeting.
+
+        If it has left because another is gone, tell that.
+        """
+        if self.store is None or self._is_store_lost:
             return
-        self._tell_gone(self.rank, f"left the construction ({words_of(why)})")
+        rank, what = self.rank, f"left the construction ({words_of(why)})"
+        culprit = getattr(why, "rank", None)
+        if isinstance(why, _native.PeerError) and culprit is not None:
+            known = f"rank {self.rank}: rank {culprit} "
+            if str(why).startswith(known):
+                rank, what = culprit, str(why).removeprefix(known)
+        with suppress(_native.PeerError):
+            if self._in_time(lambda: self.store.check(["gone"])):
+                return  # the first to leave is told of
+        self._tell_gone(rank, what)
 
     def _tell_gone(self, rank: int, what: str) -> None:
         with suppress(_native.PeerError):
+            self._keys.add("gone")
             self._in_time(lambda: self.store.set("gone", _messages.pack((rank, what))))
 
     def _check_processes(self) -> None:
@@ -348,12 +419,16 @@ class Peers:
                 received = _messages.split(store.get(together), self.size, who)
             else:
                 received = [message, *(store.get(other) for other in others)]
+                self._keys.add(together)
                 store.set(together, _messages.join(received))
                 if number > 0:  # all ranks sent these, so they have read those before
                     store.delete_key(f"messages/{number - 1}")
+                    self._keys.discard(f"messages/{number - 1}")
             store.delete_key(key)  # rank 0 has read it
+            self._keys.discard(key)
             return received
 
+        self._keys.add(key)
         self._in_time(lambda: store.set(key, message))
         self._await_keys([together] if self.rank else others, number, seconds)
         return self._in_time(pass_on)
@@ -367,11 +442,18 @@ class Peers:
         patience = Patience(seconds)
         pause = POLL_SECONDS
         n_there = 0
+        gone: _native.PeerError | None = None
         while True:
-            self.check()
             n_there += self._in_time(lambda: self._count_first(keys[n_there:]))  # noqa: B023
             if n_there == len(keys):
                 return
+            if gone is not None:
+                raise gone  # and not because it needs this rank no more
+            try:
+                self.check()
+            except _native.PeerError as error:
+                gone = error
+                continue
             if patience.left() < 0:
                 self._fail_late(number, seconds)
             time.sleep(pause)

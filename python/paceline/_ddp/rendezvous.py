@@ -70,10 +70,18 @@ class Meeting:
     If Gloo carries the group's CPU tensors, or nothing does (NCCL), and all ranks of a
     host have memory to share, they meet there.  Otherwise the group's own collectives
     carry all messages.  If a group has several timeouts, that of `device_type` counts.
+
+    Ranks that have met before, `met`, meet through the store: in the group, work of a
+    step that failed, or the user's own collectives, may come first on some ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device_type: str = "cpu") -> None:
-        if group in _out_of_step:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device_type: str = "cpu",
+        met: peers.Met | None = None,
+    ) -> None:
+        if group in _out_of_step and met is None:
             raise RuntimeError(
                 "process_group cannot be used any more: a wrapper's construction was "
                 f"cut off on this rank ({_out_of_step[group]}), and its ranks are out "
@@ -93,6 +101,9 @@ class Meeting:
         self._listener: _native.Listener | None = None
         self._lack: str | None = None
         self._has_met = self.size == 1 or not self._is_known_kind
+        self.is_connecting = False  # from then on, other ranks may have their worlds
+        self._met = met
+        self._goes_by_store = not self._has_cpu or met is not None
         if self.size > 1 and self._is_known_kind:
             try:
                 open_files.make_room(1)
@@ -100,7 +111,9 @@ class Meeting:
             except OSError as error:
                 self._lack = str(error)
             address = self._listener.address if self._listener is not None else ""
-            self._peers = Peers(group, self.rank, self.size, self._seconds, address)
+            self._peers = Peers(
+                group, self.rank, self.size, self._seconds, address, met
+            )
             if not self._has_cpu and self._peers.store is None:
                 raise NotImplementedError(
                     "process_group takes no CPU tensors, and torch gives no access to "
@@ -142,6 +155,17 @@ class Meeting:
         """Stop listening for other ranks."""
         self._listener = None
 
+    def give_up(self, why: BaseException) -> None:
+        """Make the others raise that this rank has left the meeting."""
+        if self.size > 1 and self._is_known_kind:
+            self._peers.tell_of_end(why)
+
+    def keep(self) -> peers.Met | None:
+        """Return what the next meeting needs; None if there is none."""
+        if self.size == 1 or not self._is_known_kind:
+            return None
+        return self._peers.keep()
+
     def exchange(
         self, message: Any, kind: Any = Any, seconds: float | None = None
     ) -> list[Any]:
@@ -166,7 +190,7 @@ class Meeting:
     def _exchange(self, message: Any, kind: Any, seconds: float | None) -> list[Any]:
         packed = _messages.pack(message)
         who = f"rank {self.rank}: rank"
-        if not self._has_cpu:
+        if self._goes_by_store and self._peers.store is not None:
             rows = self._peers.all_gather(packed, seconds or self._seconds)
         else:
             patience = None if seconds is None else Patience(seconds)
@@ -177,15 +201,11 @@ class Meeting:
             except BaseException as error:
                 _out_of_step[self.group] = peers.words_of(error)
                 if not isinstance(error, RuntimeError):
-                    self._tell_of_end(error)
+                    self.give_up(error)
                 raise
         if self._is_known_kind:
             return [self._peers.read(row, kind, r) for r, row in enumerate(rows)]
         return [_messages.unpack(row, kind, f"{who} {r}") for r, row in enumerate(rows)]
-
-    def _tell_of_end(self, why: BaseException) -> None:
-        if self.size > 1 and self._is_known_kind:
-            self._peers.tell_of_end(why)
 
     def _all_gather(
         self, mine: torch.Tensor, patience: Patience | None
@@ -223,11 +243,14 @@ class Meeting:
         Every rank gives the same bytes of shared memory and number of operations in
         flight; `device` holds ``paceline._native.RankWorld``'s arguments for a GPU.
         """
+        self.is_connecting = True
         sizes = {"arena_bytes": arena_bytes, "n_ops": n_ops, **device}
         world = None
-        if self.size > 1 and self._is_known_kind:
+        if self._met is not None and self._met.uses_group:
+            self._memory_problem = "as in the world that failed"
+        elif self.size > 1 and self._is_known_kind:
             world = self._connect_by_memory(sizes)
-            if self.uses_group:
+            if self.uses_group and self._met is None:
                 self._warn(is_by_group=world is None)
         return world if world is not None else self._connect_alone(sizes)
 
@@ -303,6 +326,8 @@ class Meeting:
         return self._settle(world, problem, may_lack, has_links, patience)
 
     def _do_without(self, why: str, has_links: bool) -> None:
+        if self._met is not None:  # the world that failed had it
+            raise _native.PeerError(f"rank {self.rank}: no new world: {why}")
         if has_links:
             self._links_problem = f"hosts cannot connect: {why}"
         else:
@@ -329,7 +354,7 @@ class Meeting:
             received = self.exchange(mine, tuple[_Outcome, str], seconds)
         except RuntimeError:  # a rank is gone, or has not failed
             if problem is not None and is_interrupted:
-                self._tell_of_end(problem)
+                self.give_up(problem)
             if problem is None or (has_links and isinstance(problem, OSError)):
                 raise  # this rank had no links
             raise problem from None

@@ -4,13 +4,15 @@
 
     COPIED, MOVED --- a forward that records gradients ---> MET, or ALONE
     MET ------------- the same, after a change -----------> MET, or ALONE: wrapped anew
+    MET, ALONE ------ the same, after a failed step ------> the same: a new world
 
+A world ends with its first failed step.  The reducer of the new one goes on with the
+numbers of the old.  If the ranks cannot meet, the next forward tries again.
 The wrapper owns its session for life; a copy of the wrapper gets a new one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import threading
@@ -19,13 +21,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
-from paceline import _environment, _native, _recorder
+from paceline import _native, _recorder
+from paceline._compat import torch_core
 from paceline._ddp import mixed_precision, placement, strict
 from paceline._ddp.comm_hooks import CommHookRunner, CommHooks
-from paceline._ddp.greeting import agree
+from paceline._ddp.greeting import CHANGED_ALONE, Wish
 from paceline._ddp.model_changes import Changes
 from paceline._ddp.model_spec import (
     Model,
@@ -34,6 +36,7 @@ from paceline._ddp.model_spec import (
     is_stateless_call,
 )
 from paceline._ddp.options import MIB, Options
+from paceline._ddp.peers import Met
 from paceline._ddp.rendezvous import Meeting
 from paceline._ddp.step_callbacks import StepCallbacks, take_optimizers
 from paceline._ddp.step_log import StepLog
@@ -109,6 +112,8 @@ class Session:
         self.has_taken_optimizers = False  # of those that run in backward
         self.sync, self.in_no_sync = True, False
         self._is_to_wrap_anew = False
+        self._met: Met | None = None  # for a meeting after a failed step
+        self._recorder: _native.Recorder | None = None
 
     @property
     def wrapper(self) -> Wrapper:
@@ -168,21 +173,34 @@ class Session:
         `error` is an error in the others, which every rank raises.  Without `copies`
         rank 0's tensors are not copied.
         """
-        options = self.options
-        if not copies:
-            options = dataclasses.replace(options, sync_at_start=False)
         device_type = placement.type_of(self.wrapper.module)
-        with contextlib.closing(Meeting(options.group, device_type)) as meeting:
-            self._set_up(meeting, options, read_arguments, error)
+        met = self._met if self.reducer is not None else None
+        meeting = Meeting(self.options.group, device_type, met)
+        try:
+            self._set_up(meeting, read_arguments, error, copies)
+            self._met = meeting.keep()
+        except BaseException as problem:
+            if met is not None:
+                meeting.give_up(problem)
+                meeting.keep()
+                met.is_behind = met.is_behind or meeting.is_connecting
+            raise
+        finally:
+            meeting.close()
 
     def _set_up(
         self,
         meeting: Meeting,
-        options: Options,
         read_arguments: Callable[[Model], None] | None,
         error: Exception | None,
+        copies: bool,
     ) -> None:
-        model, gpu, jobs = self._agree(meeting, options, read_arguments, error)
+        failed, options = self.reducer, self.options
+        has_buffers = bool(self.model.buffers)
+        n_taken = 0 if failed is None else failed.n_taken
+        module, sends = self.wrapper.module, self.sends_buffers
+        wish = Wish(module, options, sends, has_buffers, copies, n_taken)
+        model, gpu, jobs = wish.agree(meeting, read_arguments, error)
         self.model = model
         self.membership = Membership.ALONE if meeting.size == 1 else Membership.MET
         self.wrapper._show_model(model)
@@ -206,9 +224,9 @@ class Session:
         if gpu is not None:
             device = gpu.memory(arena_bytes, host_bytes)
             arena_bytes = host_bytes
-        world = meeting.connect(arena_bytes, n_ops, **device)
+        world, reducer = meeting.connect(arena_bytes, n_ops, **device), None
         try:
-            if options.sync_at_start:
+            if options.sync_at_start and copies:
                 tensors = model.tensors(options.sync_buffers_at_start)
                 copy_model(world, options.group, tensors)
             reducer = _native.Reducer(
@@ -223,15 +241,24 @@ class Session:
             mixed_precision.release(reduced)
             reducer.binds_new = stands_in
             reducer.keeps_grads = not (options.as_bucket_views or stands_in)
+            self._record(world, jobs)
+            self._changes = Changes(self.wrapper, model, buffers, reducer)
+            self._is_to_wrap_anew = False
+            self.world = world
+            self._attach(reducer)
+            if failed is not None:
+                reducer.follow(failed)
         except BaseException:
-            world.note_exception(traceback.format_exc())
-            world.leave()
+            if reducer is not None:
+                reducer.detach()  # the error's traceback may keep it
+            self.reducer = failed
+            if failed is None:
+                world.note_exception(traceback.format_exc())
+                world.leave()
+            else:  # the others may be in it: this rank meets them after its failure
+                world.fail(traceback.format_exc())
+                self.world = world
             raise
-        self.world = world
-        self._record(jobs)
-        self._changes = Changes(self.wrapper, model, buffers, reducer)
-        self._is_to_wrap_anew = False
-        self._attach(reducer)
 
     def _attach(self, reducer: _native.Reducer) -> None:
         """Configure a new reducer, and attach its callbacks."""
@@ -243,55 +270,17 @@ class Session:
         self.follow_graph()
         self.attach_comm_hook()
 
-    def _agree(
-        self,
-        meeting: Meeting,
-        options: Options,
-        read_arguments: Callable[[Model], None] | None,
-        error: Exception | None,
-    ) -> tuple[Model, placement.Gpu | None, list[str]]:
-        """Return model, GPU, all ranks' identities; or raise any rank's error."""
-        wrapper = self.wrapper
-        model, gpu, here = Model([], []), None, placement.Placement()
-        travelling = model
-        try:
-            if not isinstance(wrapper.module, torch.nn.Module):
-                raise TypeError(
-                    f"module is {type(wrapper.module).__name__}: give a torch.nn.Module"
-                )
-            model = Model.of(wrapper.module)
-            if read_arguments is not None:
-                read_arguments(model)
-            elif not self.model.buffers:  # then torch never sends any
-                model = dataclasses.replace(model, buffers=[])
-            model.check()
-            travelling = model.without(**options.staying)
-            travelling.check_travelling(has_peers=meeting.size > 1)
-            if self.sends_buffers:
-                model.check_buffers()
-            model.check_supported(wrapper.module)
-            mixed_precision.check(wrapper.module, model, options.precision)
-            device = model.parameters[0][1].device
-            if placement.is_gpu(device):
-                gpu, here = placement.open_gpu(device, is_alone=meeting.size == 1)
-        except (RuntimeError, TypeError, ValueError, MemoryError, OSError) as problem:
-            error = error or problem
-        agreed = {
-            "bucket_cap_mb": (options.caps, options.network_caps),
-            "broadcast_buffers": options.sync_buffers,
-            "init_sync": options.sync_at_start,
-            "a hook for buffers": self.sends_buffers,
-            "strict": options.strict,
-            "PACELINE_CHECK": _environment.check(),
-            "mixed_precision": options.precision,
-            "gradient_as_bucket_view": options.view_bytes(gpu is not None),
-        }
-        return model, gpu, agree(meeting, travelling, agreed, here, error)
+    def _record(self, world: _native.RankWorld, jobs: list[str]) -> None:
+        """Record the steps, in a job with the identity of its rank 0.
 
-    def _record(self, jobs: list[str]) -> None:
-        """Record the steps, in a job with the identity of its rank 0."""
-        rank, hosts = self.world.rank, [job.rpartition(":")[0] for job in jobs]
-        recorder = _recorder.start(
+        After a failed step the same recording goes on.
+        """
+        if self.reducer is not None:
+            self.world.record(None)
+            world.record(self._recorder)
+            return
+        rank, hosts = world.rank, [job.rpartition(":")[0] for job in jobs]
+        self._recorder = _recorder.start(
             kind="rank",
             job=jobs[0],
             model=type(self.wrapper.module).__name__,
@@ -300,8 +289,7 @@ class Session:
             local_rank=hosts[:rank].count(hosts[rank]),
             device=str(self.model.parameters[0][1].device),
         )
-        if recorder is not None:
-            self.world.record(recorder)
+        world.record(self._recorder)
 
     def follow_graph(self) -> None:
         """Set how the reducer treats graphs, by the wrapper's flags."""
@@ -331,7 +319,9 @@ class Session:
         elif hooks:
             caps, uses_group = self.options.network_caps, self.world.uses_group
             tensors, sparse = self.reduced, self.model.sparse
-            runner = CommHookRunner(self.reducer, tensors, sparse, hooks[0], uses_group)
+            runner = CommHookRunner(
+                self.reducer, tensors, sparse, self.hooks, uses_group
+            )
             self.reducer.set_comm_hook(
                 runner, caps.bucket_bytes, caps.last_bytes, caps.each
             )
@@ -351,15 +341,6 @@ class Session:
         if self.reducer is None and self.membership is Membership.ALONE:
             self.set_up()
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' values; notice at once if a rank fails."""
-        total = torch.zeros_like(values)
-        for rank in range(self.world.world_size):
-            of_rank = values.clone()
-            self.world.broadcast([of_rank], rank)
-            total += of_rank
-        return total
-
     # ---- changes --------------------------------------------------------------------
 
     def wrap_anew(self) -> None:
@@ -377,7 +358,12 @@ class Session:
         """Tell whether the wrapper must meet the ranks, for the first time or anew."""
         if self.reducer is None:
             return self.membership is not Membership.ALONE
-        return self._is_to_wrap_anew or self._changes.changed()
+        return self.has_failed() or self._is_to_wrap_anew or self._changes.changed()
+
+    def has_failed(self) -> bool:
+        """Tell whether a step has failed, so that the next forward meets the ranks."""
+        has = self.reducer is not None and self.sync and self.reducer.has_failed
+        return has and not torch_core.is_in_backward()  # a checkpoint's recomputation
 
     def has_no_part(self) -> bool:
         """Tell whether a model that changed, or has met no ranks, runs on its own."""
@@ -412,18 +398,51 @@ class Session:
             )
 
     def _leave_old_world(self, reducer: _native.Reducer) -> None:
-        """Wrap the model anew, as it is now.
+        """Make a new world after a failed step, or for the model as it is now.
 
         If only one rank has changed its model, it ends the others' step, and every rank
         raises ``MismatchError``.
         """
-        if self.join.is_active and reducer.n_active < self.world.world_size:
+        has_failed = reducer.has_failed and self.membership is not Membership.MOVED
+        if has_failed:
+            reducer.check_failure()
+        elif self.join.is_active and reducer.n_active < self.world.world_size:
             raise RuntimeError(
                 "the model was changed in a join context after a rank has run out of "
                 "batches: change it on every rank, outside the context"
             )
-        unseen = self._unseen(reducer)
+        unseen, error = set[int](), None
+        try:
+            unseen = self._unseen(reducer)
+        except RuntimeError as problem:
+            if not has_failed:
+                raise
+            error = problem  # which all ranks raise
+        copies = not self._is_to_wrap_anew and self._changes.parameters_changed()
         # Outputs of earlier forwards may keep the reducer and its world alive.
+        if has_failed:
+            self._follow(reducer, copies, error)
+        else:
+            self._replace(reducer, copies)
+        anew: _native.Reducer | None = self.reducer
+        if anew is not None:
+            anew.unseen = bytes(id(p) in unseen for p in self.model.trainable)
+
+    def _follow(
+        self, failed: _native.Reducer, copies: bool, error: Exception | None
+    ) -> None:
+        """Meet the ranks again, after a failed step, and leave its world then."""
+        world, met = self.world, self._met
+        if met is not None:
+            met.watch(world)
+        self.set_up(error=error, copies=copies)
+        failed.detach()
+        world.leave()
+        if met is not None:
+            met.is_behind = False
+
+    def _replace(self, reducer: _native.Reducer, copies: bool) -> None:
+        """Leave the world, and make another one."""
         self.world.note_exception(
             "Its model was changed after wrapping. Change it on every rank, before the "
             "same forward."
@@ -432,15 +451,9 @@ class Session:
             self._meet_in_old_world()
         self.membership = Membership.MET
         reducer.detach()
-        reducer.on_finish = None
         self.world.leave()
         self.reducer = None
-        self.set_up(
-            copies=not self._is_to_wrap_anew and self._changes.parameters_changed()
-        )
-        anew: _native.Reducer | None = self.reducer
-        if anew is not None:
-            anew.unseen = bytes(id(p) in unseen for p in self.model.trainable)
+        self.set_up(copies=copies)
 
     def _unseen(self, reducer: _native.Reducer) -> set[int]:
         """Return the ids of parameters with gradients that only this rank has.
@@ -463,20 +476,14 @@ class Session:
     def _meet_in_old_world(self) -> None:
         """Raise if not every rank is about to wrap its model anew.
 
-        The other ranks then issue another operation, which all ranks see at once.  Over
-        a process group nothing shows that: see ``group_comm.py``.
+        The others issue another operation then.  Over a process group nothing shows it.
         """
         if self.world.uses_group:
             return
         try:
-            self.world.recover()
             self.world.wait(self.world.issue("barrier", "float32", "sum", 0, 0))
         except _native.MismatchError as error:
-            raise _native.MismatchError(
-                f"{error}. Parameters or buffers that ranks synchronise were changed "
-                "after wrapping, and not on every rank before the same forward: "
-                "change them everywhere, or nowhere"
-            ) from error
+            raise _native.MismatchError(f"{error}. {CHANGED_ALONE}") from error
 
     # ---- under strict ---------------------------------------------------------------
 

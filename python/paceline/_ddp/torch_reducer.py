@@ -18,6 +18,7 @@ from paceline import _environment
 from paceline._compat import torch_groups
 from paceline._ddp import strict
 from paceline._ddp.forward_pass import ForwardPass
+from paceline._ddp.model_spec import sum_over_ranks
 from paceline._ddp.session import Session
 from paceline._ddp.step_callbacks import wait_for
 from paceline._ddp.step_log import join_numbers
@@ -80,7 +81,7 @@ class ReducerFacade(_Facade):
     set_logger = _do_nothing  # the wrapper has one
     _delay_all_reduce = _do_nothing  # averages are in place before each backward ends
     _push_all_rebuilt_params = _do_nothing  # shadow steps get the order by themselves
-    _reset_state = _do_nothing  # the next forward leaves a failed step behind
+    _reset_state = _do_nothing  # the next forward makes a new world
     _set_forward_pass_work_handle = _do_nothing  # join.py notifies joined ranks
     _set_optimizer_in_backward = _do_nothing  # the wrapper steps such optimizers
 
@@ -141,7 +142,7 @@ class ReducerFacade(_Facade):
         used = torch.tensor([int(n > 0) for n in counts], dtype=torch.int32)
         if reducer is None or not self._wrapper.find_unused_parameters:
             return used
-        return self._session.sum_over_ranks(used)
+        return sum_over_ranks(self._session.world, used)
 
     def _ddp_graph_static(self) -> bool:
         """Tell whether every step had equally many gradients of each parameter."""

@@ -21,6 +21,7 @@ from cases import (
 )
 from join_cases import CONTEXTS, FIND, Wide, context_of, train
 from paceline._ddp import join
+from support.failing import FailsInBackward
 from support.ranks import run_ranks
 from support.threads import in_threads
 from torch import nn
@@ -149,6 +150,33 @@ def assert_left(ranks, model, where, **options):
         kind, words = KeyError, "my own words"
     with pytest.raises(kind, match=words):
         leave(model, ranks, "join()", where, **options)
+
+
+class FailsLate(Wide):
+    is_bad = False
+
+    def forward(self, x):
+        out = super().forward(x)
+        return FailsInBackward.apply(out, KeyError) if self.is_bad else out
+
+
+@on_ranks(3, context=CONTEXTS, raises=[False, True])
+def test_steps_that_fail_in_a_join_do_not_end_it(ranks, context, raises):
+    """Every rank catches the error, and goes on; the last step fails, too."""
+    model, taken = ranks.wrap(FailsLate()), []
+
+    def step(model, i):
+        model.module.is_bad = i % 2 == 1 and i // 2 == ranks.rank
+        fails = pytest.raises((KeyError, paceline.PeerError))
+        with fails if i % 2 == 1 else contextlib.nullcontext():
+            model(ranks.integers(3, 100, key=i)).backward()
+            taken.append(i)
+            rows = ranks.all(ranks.integers(3, 100, key=i))
+            mean = mean_over([x.sum(0) for x in rows])
+            assert torch.equal(model.module.large.weight.grad, mean.expand(200, 100))
+
+    train(model, ranks, context, 6, step, throw_on_early_termination=raises)
+    assert taken == [0, 2, 4]
 
 
 def test_an_exception_in_a_join_of_torch_reaches_ranks_that_still_train(ranks):

@@ -78,7 +78,6 @@ class FailsWhenAsked(nn.Module):
 def test_what_failed_on_all_ranks_of_a_group_is_left_behind(
     ranks, n_before, again, fails
 ):
-    """It had issued nothing: for the group it has not begun."""
     model, plain = wrap_over(Over(ranks.group), FailsWhenAsked()), FailsWhenAsked()
     plain.load_state_dict(model.module.state_dict())
     theirs = ranks.wrap_by_torch(plain)
@@ -94,27 +93,12 @@ def test_what_failed_on_all_ranks_of_a_group_is_left_behind(
         assert_same_grads(model, theirs, k)
 
 
-def test_a_backward_that_failed_is_run_again_over_a_group(ranks):
-    """On one rank, on the same graph: the other rank just waits, without an error."""
-    model = wrap_over(Over(ranks.group), FailsWhenAsked())
-    loss = model(torch.ones(1, 6)).sum()
-    if ranks.rank == 0:
-        handle = model.module.second.weight.register_hook(lambda grad: {}["mine"])
-        with pytest.raises(KeyError, match="mine"):
-            loss.backward(retain_graph=True)
-        handle.remove()
-    model.zero_grad()
-    loss.backward()
-    ranks.assert_same([p.grad for p in model.parameters()], "gradients")
-
-
-@on_ranks(fails=["forward", "backward"])
-def test_a_rank_that_gives_up_a_step_alone_is_told_of_over_a_group(ranks, fails):
+def test_a_rank_that_leaves_out_a_step_alone_is_told_of_over_a_group(ranks):
     model = wrap_over(Over(ranks.group), FailsWhenAsked())
     model(torch.ones(1, 6)).sum().backward()
     if ranks.rank == 0:
         with pytest.raises(KeyError, match="mine"):
-            model(torch.ones(1, 6), fails).sum().backward()
+            model(torch.ones(1, 6), "forward").sum().backward()
     x = torch.full((1, 6), 1.0 + ranks.rank)
     alone = copy.deepcopy(model.module)
     model.zero_grad()
@@ -127,19 +111,39 @@ def test_a_rank_that_gives_up_a_step_alone_is_told_of_over_a_group(ranks, fails)
     ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
-@on_ranks(why=["buckets", "buffers"])
-def test_a_backward_that_failed_late_over_a_group_is_said_from_then_on(ranks, why):
-    """Operations were issued, or the next forward must issue some."""
+@on_ranks(2, 3, why=["early", "late", "in a hook", "buffers"])
+def test_a_backward_that_fails_on_a_rank_fails_on_all_over_a_group(ranks, why):
+    """The group cannot tell of it: the rank ends the step with zeros."""
     model = FailsWhenAsked()
     if why == "buffers":
         model.register_buffer("seen", torch.zeros(1))
-    model = wrap_over(Over(ranks.group), model, bucket_cap_mb=1e-5)
-    for _ in range(2):
-        model(torch.ones(1, 6)).sum().backward()
-    with pytest.raises(KeyError, match="mine"):
-        model(torch.ones(1, 6), True).sum().backward()
-    with pytest.raises(paceline.PeerError, match="wrap the model anew on every rank"):
-        model(torch.ones(1, 6)).sum().backward()
+    caps = {} if why == "early" else {"bucket_cap_mb": 1e-5}
+    model = wrap_over(Over(ranks.group), model, **caps)
+    for i in range(12):
+        culprit = i // 3 % ranks.n if i % 3 == 2 else None
+        x = torch.full((1, 6), 1.0 + ranks.rank + i)
+        model.zero_grad()
+        if ranks.rank == culprit:
+            hook = None
+            if why == "in a hook":
+                hook = model.module.first.weight.register_hook(lambda grad: {}["mine"])
+            with pytest.raises(KeyError, match="mine"):
+                model(x, why != "in a hook").sum().backward()
+            if hook is not None:
+                hook.remove()
+        elif culprit is not None:
+            with pytest.raises(
+                paceline.PeerError, match=f"step of rank {culprit} fail"
+            ):
+                model(x).sum().backward()
+        else:
+            model(x).sum().backward()
+            grads = [p.grad for p in model.parameters()]
+            ranks.assert_same(grads, "gradients")
+            plain = copy.deepcopy(model.module)
+            step_of(plain, torch.full((1, 6), 1.0 + (ranks.n - 1) / 2 + i))
+            for p, q in zip(grads, plain.parameters(), strict=True):
+                torch.testing.assert_close(p, q.grad)
 
 
 # ---- ends ---------------------------------------------------------------------------

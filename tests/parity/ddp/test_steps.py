@@ -421,13 +421,16 @@ def take(model, number, where):
 PLACES = ("forward", "loss", "Ctrl-C", "output", "backward", "hook")
 
 
-@on_gpus_too(2, seed=range(2))
-@on_ranks(2, 3, seed=range(4))
-def test_each_mean_is_of_one_iteration_whatever_raises_where(ranks, seed):
+@on_gpus_too(2, seed=range(2), has_buffers=[False])
+@on_ranks(2, 3, seed=range(4), has_buffers=[False, True])
+def test_each_mean_is_of_one_iteration_whatever_raises_where(ranks, seed, has_buffers):
     """Ranks that differ in their iteration get a MismatchError, and agree on one."""
     rng = random.Random(seed)
     plans = [rng.choices((None, *PLACES), (25, *[1] * 6), k=ranks.n) for _ in range(60)]
-    model = ranks.wrap(Scales())
+    scales = Scales()
+    if has_buffers:
+        scales.register_buffer("seen", torch.zeros(2))
+    model = ranks.wrap(scales)
     i, n_taken = 0, 0
     while i < 63:  # the last three undisturbed: then no rank ends alone
         model.zero_grad()

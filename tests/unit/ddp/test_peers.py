@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from paceline import _environment, _native
-from paceline._ddp import peers
+from paceline._ddp import greeting, peers
 
 N_RANKS = 512
 
@@ -127,3 +127,10 @@ def test_a_store_that_a_stopped_process_hosts_is_given_up_in_time(store):
             ask()
     with store.lock:
         ranks.tell_of_end(KeyboardInterrupt())
+
+
+def test_ranks_that_have_taken_other_numbers_of_steps_have_other_weights():
+    greeting._check_taken([4, 4, 4], 1)
+    words = r"rank 1: .* \(rank 2 has taken 5, rank 0 4\), so weights differ"
+    with pytest.raises(_native.MismatchError, match=words):
+        greeting._check_taken([4, 4, 5], 1)

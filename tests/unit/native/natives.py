@@ -30,7 +30,16 @@ def make_world(**changes):
 def make_reducer(world=None, params=None, buffers=(), sizes=(MIB, MIB // 4, 1024)):
     params = [nn.Parameter(torch.ones(3))] if params is None else params
     world = make_world(arena_bytes=MIB) if world is None else world
-    return _native.Reducer(world, params, list(buffers), *sizes)
+    return _native.Reducer(world, list(params), list(buffers), *sizes)
+
+
+def follow(failed, made):
+    """Let a new reducer follow one whose step has failed, as the wrapper does."""
+    assert failed.has_failed
+    assert failed.check_failure() is None
+    made.follow(failed)
+    failed.detach()
+    return made
 
 
 def watched_net():

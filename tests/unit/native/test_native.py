@@ -9,10 +9,11 @@ import paceline
 import pytest
 import torch
 from natives import MIB, make_reducer, make_world, watched_net
-from paceline import _native
+from paceline import _native, _recorder
 from paceline._compat import torch_core
 from paceline._ddp.model_spec import Watch
 from support.programs import run_python
+from support.threads import in_threads
 from torch import nn
 
 # ---- bad arguments ------------------------------------------------------------------
@@ -130,7 +131,8 @@ def test_a_bad_operation_or_ticket_leaves_the_world_usable():
     raised_by(world.issue, "all-reduce", "float32", "sum", 0, 1 << 40)
     world.wait(world.issue(*GOOD_OP))
     assert "99" in raised_by(world.wait, 99)
-    assert "text" in raised_by(world.note_exception, 3)
+    for call in (world.note_exception, world.fail, world.record):
+        assert "is 3: give a" in raised_by(call, 3)
     world.wait(world.issue(*GOOD_OP))
 
 
@@ -229,8 +231,8 @@ def test_a_sparse_parameter_takes_no_room_beside_the_staging_that_all_share():
 
 def test_a_reducer_needs_a_world():
     message = raised_by(_native.Reducer, 3, [PARAM], [], MIB, MIB, 1)
-    assert "World" in message
-    assert "int" in message
+    assert_named(["World", "int"], message)
+    assert "give a Reducer" in raised_by(make_reducer().follow, 3)
 
 
 def test_an_arena_as_large_as_measured_is_enough_and_no_smaller_one():
@@ -243,7 +245,7 @@ def test_an_arena_as_large_as_measured_is_enough_and_no_smaller_one():
 
 def test_the_facts_of_a_reducer_are_read_only():
     reducer = make_reducer()
-    for name in ("step", "is_active", "buckets"):
+    for name in ("step", "n_taken", "is_active", "has_failed", "buckets"):
         with pytest.raises(AttributeError):
             setattr(reducer, name, 1)
     with pytest.raises((TypeError, AttributeError), match="delete"):
@@ -314,13 +316,24 @@ def test_every_operation_on_one_rank_keeps_the_values(kind):
     world.leave()  # a second call does nothing
 
 
-def test_an_aborted_world_recovers():
-    world = make_world(arena_bytes=MIB)
-    make_reducer(world).abandon("I gave up")
-    with pytest.raises(paceline.PeerError, match="I gave up"):
-        world.wait(world.issue(*GOOD_OP))
-    world.recover()
-    world.wait(world.issue(*GOOD_OP))
+def test_a_world_that_failed_stays_so_but_its_recording_may_go_on():
+    name, listener = f"goes-on-{os.getpid()}", _native.Listener()
+    met = [listener, listener.address]
+    known = {"world_size": 2, "pids": [0, 0], "arena_bytes": MIB}
+    ranks = in_threads(lambda r: make_world(rank=r, meeting=met[r], **known), 2)
+    recorder = _native.Recorder(name, "{}")
+    ranks[0].record(recorder)
+    ranks[0].fail("I gave up")
+    make_reducer(ranks[1]).abandon("so did I")
+    for world in ranks * 2:
+        with pytest.raises(paceline.PeerError, match="I gave up"):
+            world.wait(world.issue(*GOOD_OP))
+        world.check_gone()
+    ranks[0].record(None)
+    ranks[0].leave()
+    with pytest.raises(paceline.PeerError, match=r"rank 0 .* has left"):
+        ranks[1].check_gone()
+    assert len(list(_recorder.find(name))) == 1
 
 
 # ---- Watch --------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from natives import MIB, make_reducer, make_world, watched_net
+from natives import MIB, follow, make_reducer, make_world, watched_net
 from paceline import DistributedDataParallel, _native
 from paceline._ddp.model_spec import Watch
 from support.leaks import assert_leaves_nothing
@@ -82,21 +82,27 @@ def test_a_thousand_backwards_leave_nothing(keep):
 
 def test_a_thousand_failed_backwards_leave_nothing():
     reducer, params = two_parameters()
+    step(reducer, params)
 
     def explode(_):
         raise KeyError("mine")
 
     def once():
+        nonlocal reducer
         reducer.forward_begins()
         early = params[0] * 1
         early.register_hook(explode)
         with pytest.raises(KeyError, match="mine"):
             (early.sum() + (params[1] * params[1]).sum()).backward()
+        with pytest.raises(_native.PeerError, match="no forward has met"):
+            step(reducer, params)
         for p in params:
             p.grad = None
+        reducer = follow(reducer, make_reducer(params=params))
 
     assert_leaves_nothing(once, n=300)
     step(reducer, params)
+    assert reducer.n_taken == 2 < 300 < reducer.step
     assert params[1].grad.unique().tolist() == [2.0]
 
 

@@ -7,7 +7,7 @@ import sysconfig
 
 import pytest
 import torch
-from natives import MIB, make_world
+from natives import make_reducer
 from paceline import _native
 from support.programs import run_python
 from support.threads import in_threads
@@ -58,12 +58,6 @@ def test_threads_read_one_tree_and_one_split():
     in_threads(work, N_THREADS)
 
 
-def reducer_of(net):
-    params = list(net.parameters())
-    sizes = (MIB, MIB // 4, 1024)
-    return _native.Reducer(make_world(arena_bytes=MIB), params, [], *sizes)
-
-
 def make_net(k):
     net = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(8)])
     for i, p in enumerate(net.parameters()):
@@ -89,7 +83,7 @@ def test_reducers_are_made_and_end_while_others_reduce():
         for _ in range(12):
             net = make_net(k)
             expected = grads_of(net, x)
-            reducer = reducer_of(net)
+            reducer = make_reducer(params=net.parameters())
             for _ in range(3):
                 assert all_equal(grads_of(net, x), expected)
             over.put((net, reducer))
@@ -106,7 +100,9 @@ def test_a_reducer_may_end_while_another_thread_is_in_its_backward():
     for _ in range(20):
         nets = [make_net(k) for k in range(N_THREADS)]
         expected = [grads_of(net, x) for net in nets]
-        reducers = {k: reducer_of(nets[k]) for k in range(1, N_THREADS)}
+        reducers = {
+            k: make_reducer(params=nets[k].parameters()) for k in range(1, N_THREADS)
+        }
 
         def work(k, nets=nets, expected=expected, reducers=reducers):
             if k == 0:
@@ -126,7 +122,7 @@ def test_the_collector_runs_while_threads_are_in_the_extension():
                 gc.collect()
                 continue
             net = make_net(k)
-            net.kept = reducer_of(net)  # a cycle
+            net.kept = make_reducer(params=net.parameters())  # a cycle
             assert len(grads_of(net, torch.ones(2, 3))) == 8
             del net
 
