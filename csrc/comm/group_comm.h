@@ -6,9 +6,9 @@
  * group may run them one at a time.
  *
  * Ranks share no memory here, so only the group can notice that a rank died, and the
- * others do not learn of a failure on this rank.  They may have issued any number of
- * the step's operations, and each would match one of the next step's.  (A step that
- * fails before its first operation does not fail the group comm.)
+ * others do not learn of a failure of this world.  They may have issued any number of
+ * the step's operations, and each would match one of the next step's.  So a reducer
+ * ends a step that has failed with zeros, and leaves the world as it is.
  */
 #ifndef PLI_GROUP_COMM_H
 #define PLI_GROUP_COMM_H

@@ -1,7 +1,6 @@
 """After a step that failed, the next forward makes a new world with the other ranks."""
 
 import contextlib
-import dataclasses
 import gc
 import os
 import signal
@@ -14,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline import _native
-from paceline._ddp import mixed_precision, peers, rendezvous
+from paceline._ddp import mixed_precision, rendezvous
 from support.failing import FailsInBackward
+from support.hosts import Hosts
 from support.ranks import run_ranks
 from torch import nn
 
@@ -50,11 +50,9 @@ def step(model, rank, n_ranks):
 
 
 def pretend_hosts(rank, n_hosts):
-    """Count ranks of one machine as of several hosts."""
-    here = peers.Host.here()
+    """Count ranks of one machine as of several hosts, a rank each."""
     if n_hosts > 1:
-        boot = f"{here.boot}/{rank % n_hosts}"
-        peers.Host.here = lambda: dataclasses.replace(here, boot=boot)
+        Hosts((1,) * n_hosts).place(rank)
 
 
 def left_over():

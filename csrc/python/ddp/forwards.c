@@ -13,8 +13,6 @@
  */
 #include "forwards.h"
 
-#include "module_buffers.h"
-
 uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs,
                           forward_mode mode)
 {

@@ -351,19 +351,24 @@ static int finish_if_active(reducer_object *self)
     return pl_reducer_is_active(self->reducer) ? pli_step_finish(self) : 0;
 }
 
+/* The live reducer after `at`, a reference that it takes over; the list may have
+ * changed since. */
+static reducer_object *next_after(reducer_object *at)
+{
+    reducer_object *next = pli_reducers_first(at->next);
+    Py_DECREF(at);
+    return next;
+}
+
 /* Visits every reducer whose step ends with `self`'s, in the order of the list, until a
  * visit fails.  The list may change meanwhile. */
 static int visit_backward(reducer_object *self, int (*visit)(reducer_object *))
 {
     int status = 0;
     reducer_object *other = pli_reducers_first(state_of_reducer(self)->reducers);
-    while (other != NULL) {
+    for (; other != NULL; other = next_after(other))
         if (status == 0 && is_same_backward(self, other))
             status = visit(other);
-        reducer_object *next = pli_reducers_first(other->next);
-        Py_DECREF(other);
-        other = next;
-    }
     return status;
 }
 
@@ -383,15 +388,11 @@ int pli_step_finish_all(reducer_object *self)
 static void notice_failures(const module_state *state)
 {
     reducer_object *other = pli_reducers_first(state->reducers);
-    while (other != NULL) {
+    for (; other != NULL; other = next_after(other))
         if (other->reducer != NULL && other->owner_pid == getpid() &&
             !pl_reducer_is_active(other->reducer) &&
             !pl_reducer_has_failed(other->reducer))
             (void)!pl_reducer_notice_failure(other->reducer);
-        reducer_object *next = pli_reducers_first(other->next);
-        Py_DECREF(other);
-        other = next;
-    }
 }
 
 void pli_step_fail(reducer_object *self, const char *text)

@@ -307,13 +307,12 @@ class Peers:
         who = f"rank {self.rank}: {self._store_host}"
         if answers:
             return answers[0]
+        if errors and not isinstance(errors[0], dist.DistError):
+            raise errors[0]
         self._is_store_lost = True
         if not errors:
             words = f"has not answered within {self._seconds:g} s"
             raise _native.PeerTimeoutError(f"{who} {words}")
-        if not isinstance(errors[0], dist.DistError):
-            self._is_store_lost = False
-            raise errors[0]
         words = f"was lost during construction ({errors[0]})"
         raise _native.PeerError(f"{who} {words}") from errors[0]
 

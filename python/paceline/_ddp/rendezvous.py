@@ -103,7 +103,6 @@ class Meeting:
         self._has_met = self.size == 1 or not self._is_known_kind
         self.is_connecting = False  # from then on, other ranks may have their worlds
         self._met = met
-        self._goes_by_store = not self._has_cpu or met is not None
         if self.size > 1 and self._is_known_kind:
             try:
                 open_files.make_room(1)
@@ -161,7 +160,7 @@ class Meeting:
             self._peers.tell_of_end(why)
 
     def keep(self) -> peers.Met | None:
-        """Return what the next meeting needs; None if there is none."""
+        """Return what a rank keeps for the next meeting; None if it uses no store."""
         if self.size == 1 or not self._is_known_kind:
             return None
         return self._peers.keep()
@@ -190,7 +189,8 @@ class Meeting:
     def _exchange(self, message: Any, kind: Any, seconds: float | None) -> list[Any]:
         packed = _messages.pack(message)
         who = f"rank {self.rank}: rank"
-        if self._goes_by_store and self._peers.store is not None:
+        goes_by_store = not self._has_cpu or self._met is not None
+        if goes_by_store and self._peers.store is not None:
             rows = self._peers.all_gather(packed, seconds or self._seconds)
         else:
             patience = None if seconds is None else Patience(seconds)
