@@ -26,7 +26,7 @@ from paceline._ddp.options import (
     warn_of_deprecated,
 )
 from paceline._ddp.options import read as read_options
-from paceline._ddp.session import JoinState, Membership, Session
+from paceline._ddp.session import JoinState, Phase, Session
 from paceline._ddp.torch_surface import TorchSurface
 
 
@@ -439,7 +439,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         torch.distributed.algorithms.JoinHook
         """
         session = self._session
-        session.adopt_now()
+        session.adopt()
         session.enter_join(
             JoinState(not kwargs.get("divide_by_initial_world_size", True))
         )
@@ -485,7 +485,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         options = Options(group=torch_groups.default_group(), **values)
         self.process_group = options.group
         model = Model.of(self.module)
-        self._session = Session(self, options, Membership.COPIED)
+        self._session = Session(self, options, Phase.COPIED)
         self._session.model, self._session.hooks = model, hooks
         for _, parameter in model.parameters[:1]:
             self._follow_module(parameter.device)  # torch.load() may have moved it

@@ -13,7 +13,7 @@ from paceline._compat import torch_core
 from paceline._ddp.forward_pass import ForwardPass
 from paceline._ddp.join import notify_join
 from paceline._ddp.model_spec import WRAP_ONCE
-from paceline._ddp.session import Membership, Session
+from paceline._ddp.session import Phase, Session
 
 
 def begin(
@@ -59,16 +59,15 @@ def _begin_training(
         )
     if not session.has_taken_optimizers:
         session.take_optimizers()
-    has_changed = session.has_changed()
-    if has_changed and session.has_no_part():
+    phase = session.next_phase()
+    if phase is Phase.APART:
         return None
-    if session.join.raises and session.has_failed():  # the ranks count in the world
-        session.adopt_changes(has_buffers)
-        has_changed = False
-    if wrapper._join_config.enable and session.membership is not Membership.ALONE:
+    if session.join.raises and phase is Phase.FAILED:  # the ranks count in the world
+        session.adopt(phase, has_buffers)
+        phase = session.phase
+    if wrapper._join_config.enable and session.phase is not Phase.ALONE:
         notify_join(wrapper, session)
-    if has_changed:
-        session.adopt_changes(has_buffers)
+    session.adopt(phase, has_buffers)
     has_hook = has_buffers and "buffer_hook" in wrapper.__dict__
     if has_hook and wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
         wrapper._sync_buffers()  # type: ignore[no-untyped-call]

@@ -97,7 +97,7 @@ class JoinContext:
                 "a join context is open already: for several wrappers, use "
                 "torch.distributed.algorithms.Join([first, second])"
             )
-        self._session.adopt_now()
+        self._session.adopt()
         if self._session.reducer is None:
             return
         self._siblings = _open_contexts.items
@@ -140,7 +140,7 @@ class JoinContext:
 
     def _take_shadow_steps(self) -> None:
         session = self._session
-        session.adopt_now()  # the last step may have failed
+        session.adopt()  # the last step may have failed
         reducer = session.reducer
         if reducer is None:
             return  # wrapping anew has failed, and was reported
@@ -173,14 +173,14 @@ class ShadowSteps(JoinHook):
         if work is not None:
             work.wait()
         if n_synchronised.item() > 0 and session.reducer is not None:
-            session.adopt_now()
+            session.adopt()
             session.reducer.shadow_step(False, True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of the last rank, once all have joined."""
         session = self._session
         if session.reducer is not None:
-            session.adopt_now()
+            session.adopt()
             _, last = session.reducer.shadow_step(is_last_joiner, False)
             _take_model_of(self._wrapper, session, last)
         session.join.is_active = False

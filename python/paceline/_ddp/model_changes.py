@@ -34,10 +34,11 @@ class Changes:
         # Keep alive objects that are compared by id, so that no other gets the id.
         self._kept = buffers, [p.__dict__ for p in model.trainable]
         self._watch = Watch(wrapper)
+        self.wraps_anew = False  # even unchanged; no rank takes over parameters
 
     def changed(self) -> bool:
         """Tell whether the model must be wrapped anew."""
-        if self._reducer.has_other_buffers:
+        if self.wraps_anew or self._reducer.has_other_buffers:
             return True
         if not self._watch.changed():
             return False
@@ -47,8 +48,10 @@ class Changes:
         return False
 
     def parameters_changed(self) -> bool:
-        """Tell whether parameters changed, not buffers alone."""
-        return self._travelling(Model.of(self._wrapper.module))[0] != self._was[0]
+        """Tell whether parameters changed, so that rank 0's are copied."""
+        return not self.wraps_anew and (
+            self._travelling(Model.of(self._wrapper.module))[0] != self._was[0]
+        )
 
     def _travelling(self, model: Model) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """Return the parts of a model that ranks synchronise, of those wrapped."""

@@ -1,13 +1,7 @@
 """A wrapper's session with the ranks of its group: world, reducer, model, options.
 
-::
-
-    COPIED, MOVED --- a forward that records gradients ---> MET, or ALONE
-    MET ------------- the same, after a change -----------> MET, or ALONE: wrapped anew
-    MET, ALONE ------ the same, after a failed step ------> the same: a new world
-
-A world ends with its first failed step.  The reducer of the new one goes on with the
-numbers of the old.  If the ranks cannot meet, the next forward tries again.
+`Phase` is the table of what a forward does first.  A world ends with its first failed
+step.  If the ranks cannot meet after that, the next forward tries again.
 The wrapper owns its session for life; a copy of the wrapper gets a new one.
 """
 
@@ -52,13 +46,20 @@ class Wrapper(Protocol):
     def _show_model(self, model: Model) -> None: ...
 
 
-class Membership(enum.Enum):
-    """A wrapper's relation to the ranks of its group."""
+class Phase(enum.Enum):
+    """What the next forward that records gradients does first, in `Session.adopt`.
 
-    COPIED = "a copy, which takes over rank 0's tensors as it meets the others"
-    MOVED = "given another group, whose ranks are yet to be met"
-    ALONE = "the only rank"
-    MET = "one of several, all of them met"
+    A session stores one of the first four; `Session.next_phase` finds the others.
+    """
+
+    COPIED = "meets the ranks, and takes over rank 0's tensors"
+    MOVED = "meets the ranks of another group"
+    ALONE = "nothing, as the only rank"
+    MET = "nothing, as one of several ranks"
+    FAILED = "makes a new world, and goes on with the numbers of the failed"
+    CHANGED = "leaves the world when all ranks do, and wraps the model anew"
+    LOST = "raises, since wrapping anew has failed"
+    APART = "nothing yet: nothing trains, or the call has its own parameters"
 
 
 @dataclasses.dataclass
@@ -85,14 +86,11 @@ class Session:
     _changes: Changes  # likewise
 
     def __init__(
-        self,
-        wrapper: Wrapper,
-        options: Options,
-        membership: Membership = Membership.MET,
+        self, wrapper: Wrapper, options: Options, phase: Phase = Phase.MET
     ) -> None:
         self._wrapper = weakref.ref(wrapper)
         self.options = options
-        self.membership = membership
+        self.phase = phase
         self.model = Model([], [])
         self.reduced: list[Any] = []  # the reducer's parameters
         # None if there is nothing to average, or no rank was met yet
@@ -111,7 +109,6 @@ class Session:
         self.syncs_buffers = True
         self.has_taken_optimizers = False  # of those that run in backward
         self.sync, self.in_no_sync = True, False
-        self._is_to_wrap_anew = False
         self._met: Met | None = None  # for a meeting after a failed step
         self._recorder: _native.Recorder | None = None
 
@@ -131,11 +128,6 @@ class Session:
         self.sync, self.in_no_sync = sync, in_no_sync
         if self.reducer is not None:
             self.reducer.sync, self.reducer.in_no_sync = sync, in_no_sync
-
-    @property
-    def is_to_meet(self) -> bool:
-        """Whether the wrapper has yet to meet the ranks of its group."""
-        return self.membership in (Membership.COPIED, Membership.MOVED)
 
     @property
     def sends_buffers(self) -> bool:
@@ -202,7 +194,7 @@ class Session:
         wish = Wish(module, options, sends, has_buffers, copies, n_taken)
         model, gpu, jobs = wish.agree(meeting, read_arguments, error)
         self.model = model
-        self.membership = Membership.ALONE if meeting.size == 1 else Membership.MET
+        self.phase = Phase.ALONE if meeting.size == 1 else Phase.MET
         self.wrapper._show_model(model)
         reduced = mixed_precision.prepare(model, options.precision)
         self.reduced, stands_in = reduced, reduced is not model.trainable
@@ -243,7 +235,6 @@ class Session:
             reducer.keeps_grads = not (options.as_bucket_views or stands_in)
             self._record(world, jobs)
             self._changes = Changes(self.wrapper, model, buffers, reducer)
-            self._is_to_wrap_anew = False
             self.world = world
             self._attach(reducer)
             if failed is not None:
@@ -338,122 +329,112 @@ class Session:
 
     def _set_up_alone(self) -> None:
         """Make a reducer if a lone rank without one needs it now."""
-        if self.reducer is None and self.membership is Membership.ALONE:
+        if self.reducer is None and self.phase is Phase.ALONE:
             self.set_up()
 
-    # ---- changes --------------------------------------------------------------------
+    # ---- phases ---------------------------------------------------------------------
 
     def wrap_anew(self) -> None:
         """Make the next forward that records gradients build a new world."""
-        self._is_to_wrap_anew = self.reducer is not None
+        if self.reducer is not None:
+            self._changes.wraps_anew = True
 
     def move(self, group: dist.ProcessGroup) -> None:
         """Average over another group's ranks from the next such forward on."""
         self.options = dataclasses.replace(self.options, group=group)
-        if self.membership is not Membership.COPIED:
-            self.membership = Membership.MOVED
+        if self.phase is not Phase.COPIED:
+            self.phase = Phase.MOVED
         self.wrap_anew()
 
-    def has_changed(self) -> bool:
-        """Tell whether the wrapper must meet the ranks, for the first time or anew."""
-        if self.reducer is None:
-            return self.membership is not Membership.ALONE
-        return self.has_failed() or self._is_to_wrap_anew or self._changes.changed()
-
-    def has_failed(self) -> bool:
-        """Tell whether a step has failed, so that the next forward meets the ranks."""
-        has = self.reducer is not None and self.sync and self.reducer.has_failed
-        return has and not torch_core.is_in_backward()  # a checkpoint's recomputation
-
-    def has_no_part(self) -> bool:
-        """Tell whether a model that changed, or has met no ranks, runs on its own."""
+    def next_phase(self) -> Phase:
+        """Return the phase, from all that decides it."""
+        phase, reducer = self.phase, self.reducer
+        if reducer is not None:
+            has_failed = self.sync and reducer.has_failed
+            # In a backward, the forward is a checkpoint's recomputation.
+            meets = has_failed and not torch_core.is_in_backward()
+            if not meets and not self._changes.changed():
+                return phase
+            phase = Phase.FAILED if reducer.has_failed else Phase.CHANGED
+        elif phase in (Phase.ALONE, Phase.MET):
+            return phase if phase is Phase.ALONE else Phase.LOST
         module = self.wrapper.module
-        if self.reducer is None:
-            return self.is_to_meet and is_stateless_call(module)
-        return has_nothing_to_train(module) or is_stateless_call(module)
+        has_nothing = reducer is not None and has_nothing_to_train(module)
+        return Phase.APART if has_nothing or is_stateless_call(module) else phase
 
-    def adopt_now(self) -> None:
-        """Do now what the next forward would do, since some ranks may have none."""
-        if self.reducer is None or (self.has_changed() and not self.has_no_part()):
-            self.adopt_changes()
+    def adopt(self, phase: Phase | None = None, has_buffers: bool = True) -> None:
+        """Do what the phase demands, with all ranks, in the same forward on each.
 
-    def adopt_changes(self, has_buffers: bool = True) -> None:
-        """Wrap the changed model anew, with all ranks, in the same forward on each.
-
-        With ``has_buffers``, first take over the buffers that rank 0 has sent.
+        Without ``phase``, do now what the next forward would do, since some ranks may
+        have none.  With ``has_buffers``, first take over those rank 0 has sent.
 
         A copy (deepcopy, unpickled) meets the ranks here, not when it is made, because
         one rank alone may make a copy, to save or to evaluate it.
         """
-        if self.reducer is not None:
-            if has_buffers:
-                self.reducer.apply_buffers()
-            self._leave_old_world(self.reducer)
-        elif self.is_to_meet and not has_nothing_to_train(self.wrapper.module):
-            self.set_up(copies=self.membership is Membership.COPIED)
-        elif self.membership is Membership.MET:
-            raise RuntimeError(
-                "wrapping the model anew after a change has failed: make a new "
-                "DistributedDataParallel of wrapper.module on every rank"
-            )
+        phase, old = phase or self.next_phase(), self.reducer
+        match phase:
+            case Phase.MET | Phase.ALONE | Phase.APART:
+                return
+            case Phase.COPIED | Phase.MOVED:
+                if not has_nothing_to_train(self.wrapper.module):
+                    self.set_up(copies=phase is Phase.COPIED)
+            case Phase.FAILED if old is not None and self.phase is not Phase.MOVED:
+                self._follow(old, has_buffers)
+            case Phase.FAILED | Phase.CHANGED if old is not None:
+                self._replace(old, has_buffers)
+            case Phase.LOST:
+                raise RuntimeError(
+                    "wrapping the model anew after a change has failed: make a new "
+                    "DistributedDataParallel of wrapper.module on every rank"
+                )
 
-    def _leave_old_world(self, reducer: _native.Reducer) -> None:
-        """Make a new world after a failed step, or for the model as it is now.
-
-        If only one rank has changed its model, it ends the others' step, and every rank
-        raises ``MismatchError``.
-        """
-        has_failed = reducer.has_failed and self.membership is not Membership.MOVED
-        if has_failed:
-            reducer.check_failure()
-        elif self.join.is_active and reducer.n_active < self.world.world_size:
-            raise RuntimeError(
-                "the model was changed in a join context after a rank has run out of "
-                "batches: change it on every rank, outside the context"
-            )
+    def _follow(self, failed: _native.Reducer, has_buffers: bool) -> None:
+        """Meet the ranks again, after a failed step, and leave its world then."""
+        if has_buffers:
+            failed.apply_buffers()
+        failed.check_failure()
         unseen, error = set[int](), None
         try:
-            unseen = self._unseen(reducer)
+            unseen = self._unseen(failed)
         except RuntimeError as problem:
-            if not has_failed:
-                raise
             error = problem  # which all ranks raise
-        copies = not self._is_to_wrap_anew and self._changes.parameters_changed()
-        # Outputs of earlier forwards may keep the reducer and its world alive.
-        if has_failed:
-            self._follow(reducer, copies, error)
-        else:
-            self._replace(reducer, copies)
-        anew: _native.Reducer | None = self.reducer
-        if anew is not None:
-            anew.unseen = bytes(id(p) in unseen for p in self.model.trainable)
-
-    def _follow(
-        self, failed: _native.Reducer, copies: bool, error: Exception | None
-    ) -> None:
-        """Meet the ranks again, after a failed step, and leave its world then."""
         world, met = self.world, self._met
         if met is not None:
             met.watch(world)
-        self.set_up(error=error, copies=copies)
+        self.set_up(error=error, copies=self._changes.parameters_changed())
+        # Outputs of earlier forwards may keep the reducer and its world alive.
         failed.detach()
         world.leave()
         if met is not None:
             met.is_behind = False
+        self._keep_unseen(unseen)
 
-    def _replace(self, reducer: _native.Reducer, copies: bool) -> None:
-        """Leave the world, and make another one."""
+    def _replace(self, reducer: _native.Reducer, has_buffers: bool) -> None:
+        """Leave the world, and make another one, for the model as it is now.
+
+        If only one rank has changed its model, it ends the others' step, and every rank
+        raises ``MismatchError``.
+        """
+        if has_buffers:
+            reducer.apply_buffers()
+        if self.join.is_active and reducer.n_active < self.world.world_size:
+            raise RuntimeError(
+                "the model was changed in a join context after a rank has run out of "
+                "batches: change it on every rank, outside the context"
+            )
+        unseen, copies = self._unseen(reducer), self._changes.parameters_changed()
         self.world.note_exception(
             "Its model was changed after wrapping. Change it on every rank, before the "
             "same forward."
         )
-        if self.membership is not Membership.MOVED:  # its ranks may have left the world
+        if self.phase is not Phase.MOVED:  # its ranks may have left the world
             self._meet_in_old_world()
-        self.membership = Membership.MET
+        self.phase = Phase.MET
         reducer.detach()
         self.world.leave()
         self.reducer = None
         self.set_up(copies=copies)
+        self._keep_unseen(unseen)
 
     def _unseen(self, reducer: _native.Reducer) -> set[int]:
         """Return the ids of parameters with gradients that only this rank has.
@@ -472,6 +453,11 @@ class Session:
                 self.world.note_exception(message)
                 raise RuntimeError(message)
         return unseen
+
+    def _keep_unseen(self, unseen: set[int]) -> None:
+        """Let the new reducer, if there is one, know the gradients of `_unseen`."""
+        if self.reducer is not None:
+            self.reducer.unseen = bytes(id(p) in unseen for p in self.model.trainable)
 
     def _meet_in_old_world(self) -> None:
         """Raise if not every rank is about to wrap its model anew.
