@@ -235,7 +235,7 @@ static int differs(reducer_object *self, const grad_buffer *buffer, PyObject *ob
 /* Returns 1 if any buffer differs from the values sent last, 0, or -1. */
 static int is_to_send(reducer_object *self)
 {
-    if (self->buffers.sent != BUFFERS_SENT)
+    if (self->buffers.sent == BUFFERS_UNSENT)
         return 1;
     return visit_buffers(self, read_buffer, differs);
 }
@@ -283,7 +283,7 @@ static int send(reducer_object *self, int root)
     if (pli_check(state, pl_reducer_send_extra(self->reducer, &ticket)) != 0 ||
         pli_wait_for_ticket(state, self->comm, ticket) != 0)
         return -1;
-    self->buffers.sent = BUFFERS_SENT;
+    self->buffers.sent = BUFFERS_SENT_IN_FORWARD;
     self->buffers.n_notices = 0;
     return 0;
 }
@@ -295,6 +295,11 @@ int pli_buffers_sync(reducer_object *self)
      * does not. */
     if (self->buffers.n == 0 || self->forwards.n_unanswered[MODE_TRAINING] > 0 ||
         pl_reducer_has_failed(self->reducer))
+        return 0;
+    /* If only this rank has raised, the others are in their backward.  Without notices,
+     * a second round would be mistaken for a part of that. */
+    if (self->comm->host == NULL && self->forwards.n_raised[MODE_TRAINING] > 0 &&
+        self->buffers.sent == BUFFERS_SENT_IN_FORWARD)
         return 0;
     const int sends = ask_root(self, root);
     if (sends < 0 || (sends > 0 && send(self, root) != 0))

@@ -72,8 +72,12 @@ typedef struct grad_buffer {
 typedef enum grad_recording { RECORDING_OFF, RECORDING_ON } grad_recording;
 typedef enum grad_engine { ENGINE_CALLS_BACK, ENGINE_COMPILED } grad_engine;
 typedef enum buffers_state { BUFFERS_CURRENT, BUFFERS_RECEIVED } buffers_state;
-/* Whether the buffers sent last are the same on all ranks. */
-typedef enum buffers_sent { BUFFERS_UNSENT, BUFFERS_SENT } buffers_sent;
+/* Whether the buffers sent last are the same on all ranks; how they were sent. */
+typedef enum buffers_sent {
+    BUFFERS_UNSENT,
+    BUFFERS_SENT, /* with the gradients of the last step */
+    BUFFERS_SENT_IN_FORWARD
+} buffers_sent;
 /* Whether a step failed without an exception that could reach this rank's program. */
 typedef enum unseen_failure { NO_FAILURE_UNSEEN, FAILURE_UNSEEN } unseen_failure;
 /* Whether the model was wrapped again: then another reducer has its parameters. */

@@ -93,8 +93,12 @@ def test_what_failed_on_all_ranks_of_a_group_is_left_behind(
         assert_same_grads(model, theirs, k)
 
 
-def test_a_rank_that_leaves_out_a_step_alone_is_told_of_over_a_group(ranks):
-    model = wrap_over(Over(ranks.group), FailsWhenAsked())
+@on_ranks(has_buffer=[False, True])
+def test_a_rank_that_leaves_out_a_step_alone_is_told_of_over_a_group(ranks, has_buffer):
+    model = FailsWhenAsked()
+    if has_buffer:
+        model.register_buffer("seen", torch.zeros(1))
+    model = wrap_over(Over(ranks.group), model)
     model(torch.ones(1, 6)).sum().backward()
     if ranks.rank == 0:
         with pytest.raises(KeyError, match="mine"):
