@@ -87,7 +87,13 @@ pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st)
 
 void pli_hierarchy_fail_between(hierarchy *self)
 {
-    fail(self, WHOLE_WORDS, pl_error_message());
+    char message[INSIDE_MESSAGE_BYTES];
+    pli_text_print(message, sizeof message, "%s", pl_error_message());
+    fail(self, WHOLE_WORDS, message);
+    /* Ranks of this host that failed by themselves see no other host. */
+    if (pli_links_check_present(self->links, 1) != PL_OK)
+        pli_base_leave(&self->super);
+    (void)!pli_fail(PL_EPEER, "%s", message);
 }
 
 /* ---- what is finished ----------------------------------------------------------- */

@@ -12,9 +12,13 @@ from pathlib import Path
 
 _OWN_WORDS = "\n\nIts own failure message:\n"
 _REPORTER = re.compile(r"rank (\d+): ")
+# Words of a rank that is gone may concern an earlier step, whose failure it survived,
+# unless they name another rank that is gone.
+_GONE = r"rank \d+: rank \d+ \(process \d+\) (?:died|has left)(?!.*: ranks? [\d to]+\()"
 # Prefixes of a message that a rank passes on from another rank or host.
 _PASSED_ON = re.compile(
-    rf".*?{_OWN_WORDS}(?=rank \d+: )"
+    rf"(?!{_GONE}).*?{_OWN_WORDS}(?=rank \d+: )"
+    r"|(?:rank \d+: )?rank \d+ left the construction \([\w.]+: (?=rank \d+: )"
     r"|(?:rank \d+: )?(?:the step has failed|[^(\n]* from what was saved) "
     r"\((?=rank \d+: )"
     r"|(?:rank \d+: )?rank \d+ could not make (?:its|the) world: (?=rank \d+: )",

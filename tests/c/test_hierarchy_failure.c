@@ -103,18 +103,22 @@ TEST(other_hosts_know_why_before_the_rank_goes_on)
     }
 }
 
-/* Rank 2 leaves its host early: the other host knows that a rank is gone. */
+/* A rank leaves early: ranks of other hosts, and of hosts that know, know it is gone.
+ */
 static void leave_host(rank_job *job)
 {
     scene *it = job->context;
     CHECK_OK(do_step(job));
-    if (job->rank == 2) {
+    if (job->rank == it->culprit) {
         pl_comm_leave(job->comm);
         return;
     }
-    CHECK(do_step(job) == PL_EPEER && error_has("rank 2 (process"));
+    const char *name = it->culprit == 2 ? "rank 2 (process" : "rank 0 (host 0)";
+    const char *what = it->culprit == 2 ? "has left" : "died or left";
+    CHECK(do_step(job) == PL_EPEER && error_has(name));
+    CHECK(it->culprit == 2 || job->rank == 1 || comes_to(&it->n_know, 1));
     CHECK(pli_comm_query(job->comm, PLI_QUERY_GONE) == PL_EPEER);
-    CHECK_SAYS("rank 2 (process", "has left");
+    CHECK_SAYS(name, what);
     atomic_fetch_add(&it->n_know, 1);
     CHECK(comes_to(&it->n_know, 2)); /* the host is still there */
 }
@@ -123,8 +127,10 @@ TEST(a_rank_that_is_gone_is_known_to_be_on_other_hosts)
 {
     const hosts world = {
         .n_hosts = 2, .n_ranks = {1, 2}, .deadline_ns = RANKS_DEADLINE_NS};
-    scene it = {.culprit = 2};
-    hosts_run(&world, 1 << 16, leave_host, &it, 1);
+    for (int culprit = 0; culprit <= 2; culprit += 2) {
+        scene it = {.culprit = culprit};
+        hosts_run(&world, 1 << 16, leave_host, &it, 1);
+    }
 }
 
 /* ---- a thread that only queries ------------------------------------------------- */

@@ -82,13 +82,20 @@ def test_hundreds_of_failed_steps_leave_nothing_behind(rendezvous):
         assert early == late
 
 
-def lose_a_rank(rank, n_ranks, how, n_hosts):
-    pretend_hosts(rank, n_hosts)
+def lose_a_rank(rank, n_ranks, how, hosts):
+    """Lose rank 1, after it has survived a failure of rank 2."""
+    if len(hosts) > 1:
+        Hosts(hosts).place(rank)
     model = paceline.DistributedDataParallel(Net())
     step(model, rank, n_ranks)
-    fail(model, rank, 1)
+    fail(model, rank, 2)
     if rank == 1 and how == "dies":
         os._exit(7)
+    if rank == 1 and how == "dies as others connect":
+        end = mock.Mock(side_effect=lambda *_, **__: os._exit(7))
+        rendezvous.host_links.LinkListener.connect_all = end
+        rendezvous.Meeting._make_world = end
+        model(torch.ones(1))
     if rank == 1 and how == "leaves":
         model = None
         gc.collect()
@@ -104,13 +111,16 @@ def lose_a_rank(rank, n_ranks, how, n_hosts):
     return said
 
 
-@pytest.mark.parametrize("n_hosts", [1, 3])
-@pytest.mark.parametrize(("how", "words"), [("dies", "died"), ("leaves", "left")])
-def test_a_rank_that_does_not_come_again_is_named(how, words, n_hosts):
-    for rank, outcome in enumerate(run_ranks(lose_a_rank, 3, how, n_hosts)):
+@pytest.mark.parametrize("hosts", [(3,), (1, 1, 1), (2, 1)])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("dies", "died"), ("dies as others connect", "died"), ("leaves", "left")],
+)
+def test_a_rank_that_does_not_come_again_is_named(how, words, hosts):
+    for rank, outcome in enumerate(run_ranks(lose_a_rank, 3, how, hosts)):
         for culprit, said in outcome.value if rank != 1 else []:
             assert culprit == 1
-            assert words in said or n_hosts > 1
+            assert words in said or len(hosts) > 1
 
 
 def interrupt_a_meeting(rank, n_ranks, culprit):

@@ -13,6 +13,22 @@ FACTS = [  # the message, the rank at fault and its step
     (f"rank 0: the step has failed ({DIED})", 3, 5),
     (f"rank 1: the step of rank 0 failed (step 9, in forward){OWN}{DIED}", 3, 5),
     (f"rank 0: the step of rank 1 failed (step 9, in a){OWN}KeyError: {DIED}", 1, 9),
+    (
+        f"{DIED}{OWN}rank 3: the step of rank 0 failed (step 4, in a){OWN}rank 0: a",
+        3,
+        5,
+    ),
+    (
+        f"{DIED}{OWN}rank 3: the step of rank 1 failed{OWN}rank 1: rank 0 (host 0)",
+        0,
+        None,
+    ),
+    (f"{DIED}{OWN}rank 3: ranks 0 to 1 (host 0): the connection", None, None),
+    (
+        "rank 0: rank 1 left the construction (a.PeerError: rank 1: ranks 2 to 3",
+        None,
+        None,
+    ),
     ("rank 0: rank 1 left the construction (KeyboardInterrupt)", 1, None),
     ("rank 0: a step has ended on some ranks only (rank 1 has", None, None),
     (f"rank 0: the step of ranks 2 to 3 (host 1) failed{OWN}rank 3: a", 3, None),

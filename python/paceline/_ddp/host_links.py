@@ -25,7 +25,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -46,6 +46,7 @@ _TRY_SECONDS = 3.0
 """How long a caller waits for one address before it tries the next."""
 _MOST_CALLERS = 128
 """How many callers may be about to prove something; the oldest is dropped."""
+_CHECK_EVERY_SECONDS = 0.1
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _NOT_FOUND = (OSError, UnicodeError)  # the latter: a name that no host may have
 _ADVICE = (
@@ -73,10 +74,12 @@ class Offer:
 class LinkListener:
     """Listens for the first ranks of hosts with higher numbers.
 
-    Raises ``OSError`` if it cannot listen at any address.
+    Raises ``OSError`` if it cannot listen at any address.  `check` raises if a rank is
+    gone, so that no host waits for its call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         self._servers: list[socket.socket] = []
         problems = []
         for address in own_addresses():
@@ -129,6 +132,7 @@ class LinkListener:
         """Fill `sockets` from `first` on with those of the hosts that call."""
         callers = _Callers(self._servers, key)
         missing = set(range(first, len(sockets)))
+        check_at = time.monotonic() + _CHECK_EVERY_SECONDS
         try:
             while missing:
                 if time.monotonic() > until:
@@ -136,6 +140,9 @@ class LinkListener:
                     raise TimeoutError(
                         f"hosts {hosts} have not connected to {self.offer}: {_ADVICE}"
                     )
+                if time.monotonic() > check_at:
+                    self._check()
+                    check_at = time.monotonic() + _CHECK_EVERY_SECONDS
                 for at, found in callers.poll():
                     old: socket.socket | None = found
                     if first <= at < len(sockets):  # the caller has left an older one

@@ -205,6 +205,7 @@ class Peers:
         self._keys: set[str] = set()  # this rank's in the store
         self._is_store_lost = False
         self._met = met
+        self.gone: BaseException | None = None  # from the failed world's check
         self.place = ""
         store = torch_groups.group_store(group)
         if store is None:
@@ -334,7 +335,11 @@ class Peers:
     def check(self) -> None:
         """Raise ``PeerError`` if a rank is known to be gone."""
         if self._met is not None:
-            self._met.check()
+            try:
+                self._met.check()
+            except _native.PeerError as error:
+                self.gone = error
+                raise
         self._check_processes()
         if self._store is None:
             return

@@ -101,7 +101,7 @@ class Meeting:
         self._listener: _native.Listener | None = None
         self._lack: str | None = None
         self._has_met = self.size == 1 or not self._is_known_kind
-        self.is_connecting = False  # from then on, other ranks may have their worlds
+        self._is_connecting = False  # from then on, other ranks may have their worlds
         self._met = met
         if self.size > 1 and self._is_known_kind:
             try:
@@ -158,6 +158,10 @@ class Meeting:
         """Make the others raise that this rank has left the meeting."""
         if self.size > 1 and self._is_known_kind:
             self._peers.tell_of_end(why)
+
+    def may_be_behind(self, problem: BaseException) -> bool:
+        """Tell whether other ranks may have their worlds, although this one has not."""
+        return self._is_connecting and problem is not self._peers.gone
 
     def keep(self) -> peers.Met | None:
         """Return what a rank keeps for the next meeting; None if it uses no store."""
@@ -243,7 +247,7 @@ class Meeting:
         Every rank gives the same bytes of shared memory and number of operations in
         flight; `device` holds ``paceline._native.RankWorld``'s arguments for a GPU.
         """
-        self.is_connecting = True
+        self._is_connecting = True
         sizes = {"arena_bytes": arena_bytes, "n_ops": n_ops, **device}
         world = None
         if self._met is not None and self._met.uses_group:
@@ -274,7 +278,7 @@ class Meeting:
         n_links = host_links.N_STREAMS * len(n_ranks) if is_first and has_links else 0
         try:
             open_files.make_room(2 * n_here + 2 * n_links)
-            links = host_links.LinkListener() if n_links else None
+            links = host_links.LinkListener(self._peers.check) if n_links else None
             if not is_first and self._peers.hosts[first].listener:
                 reaches_first = self._peers.hosts[first].is_reachable()
         except OSError as error:
@@ -355,8 +359,9 @@ class Meeting:
         except RuntimeError:  # a rank is gone, or has not failed
             if problem is not None and is_interrupted:
                 self.give_up(problem)
-            if problem is None or (has_links and isinstance(problem, OSError)):
-                raise  # this rank had no links
+            lacks = OSError if self._met is None else (OSError, _native.PeerError)
+            if problem is None or (has_links and isinstance(problem, lacks)):
+                raise  # this rank had no links, or another gave up first
             raise problem from None
         gravest = max(each for each, _ in received)
         if gravest is _Outcome.MADE:

@@ -175,7 +175,7 @@ class Session:
             if met is not None:
                 meeting.give_up(problem)
                 meeting.keep()
-                met.is_behind = met.is_behind or meeting.is_connecting
+                met.is_behind = met.is_behind or meeting.may_be_behind(problem)
             raise
         finally:
             meeting.close()
