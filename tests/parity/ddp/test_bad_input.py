@@ -149,6 +149,12 @@ ON_ONE = {
     "all on another device": (lambda m: m.to("meta"), "NotImplementedError", "meta"),
     "no module": (lambda m: [m], "TypeError", "module"),
     "bad bucket size": ({"bucket_cap_mb": -1}, "ValueError", "bucket_cap_mb"),
+    "sums in float32": (
+        {"accumulate_in_fp32": True},
+        "NotImplementedError",
+        "accumulate_in_fp32 is gone: give mixed_precision=torch.nn.parallel."
+        "distributed._MixedPrecision(reduce_dtype=torch.float32)",
+    ),
 }
 
 
