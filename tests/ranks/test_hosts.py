@@ -83,7 +83,7 @@ def lack_links(rank, hosts, lack):
     elif lack == "a way":
         rendezvous.LINK_SECONDS = 2.0
         if rank == 0:
-            host_links.LinkListener.__init__ = lambda self: offer_another_port(
+            host_links.LinkListener.__init__ = lambda self, _: offer_another_port(
                 self, listen
             )
     model = paceline.DistributedDataParallel(Net())
