@@ -30,6 +30,12 @@ typedef struct pli_layout {
     pli_dim dims[PLI_MAX_DIMS]; /* strides in elements */
 } pli_layout;
 
+/* A tensor's memory. */
+typedef struct pli_tensor {
+    void *data; /* borrowed: valid while the tensor lives and is not modified */
+    pli_layout layout;
+} pli_tensor;
+
 static inline size_t pli_layout_bytes(const pli_layout *layout)
 {
     return layout->n_elems * pl_dtype_bytes(layout->dtype);

@@ -7,7 +7,8 @@
  *
  * This header declares status codes, data types, operations, and pl_comm, a rank's
  * handle to a world.  On top of it, core/plan.h lays parameters out in buckets of an
- * arena, and reducer/reducer.h fills the buckets and issues them.
+ * arena, reducer/reducer.h fills the buckets and issues them, and reducer/step.h says
+ * when.
  *
  * Every fallible call returns pl_status and leaves its message in pl_error_message(),
  * which is per thread.  Out-parameters come last and are written only on success.

@@ -3,7 +3,6 @@
 #include "comm/links.h"
 #include "ipc/parent_watch.h"
 #include "python/ddp/backward_end_type.h"
-#include "python/ddp/grads.h"
 #include "python/dp/tree.h"
 
 static module_state *state_of_module(PyObject *module)
@@ -92,7 +91,8 @@ static PyObject *before_fork(PyObject *module, PyObject *ignored)
     (void)ignored;
     reducer_object *reducer = state_of_module(module)->reducers;
     for (; reducer != NULL; reducer = reducer->next)
-        if (!pli_is_on_device(reducer) && pli_grad_window_retire(reducer) != 0)
+        if (reducer->step != NULL &&
+            pli_check(state_of_module(module), pl_step_before_fork(reducer->step)) != 0)
             return NULL;
     Py_RETURN_NONE;
 }

@@ -10,11 +10,6 @@
 #include "core/layout.h"
 #include "state.h"
 
-typedef struct pli_tensor {
-    void *data; /* borrowed: valid while the tensor lives and is not modified */
-    pli_layout layout;
-} pli_tensor;
-
 /* Reads a strided CPU tensor; 0, or -1 with an exception that begins with `what`:
  * NotImplementedError for a tensor on another device, TypeError for other objects. */
 int pli_tensor_read(const module_state *state, PyObject *object, const char *what,

@@ -259,12 +259,6 @@ done:
     return st;
 }
 
-void pl_reducer_set_stream(pl_reducer *self, pl_stream *stream)
-{
-    self->is_ordered &= self->stream == stream;
-    self->stream = stream;
-}
-
 pl_status pl_reducer_begin(pl_reducer *self)
 {
     pl_status st = PL_OK;
@@ -302,110 +296,8 @@ done:
 
 /* ---- queries -------------------------------------------------------------------- */
 
-int pl_reducer_is_learned(const pl_reducer *self)
-{
-    return self->learning == LEARNING_DONE;
-}
-
-size_t pl_reducer_n_posted(const pl_reducer *self)
-{
-    return self->n_posted;
-}
-
-int pl_reducer_is_active(const pl_reducer *self)
-{
-    return self->phase != REDUCER_IDLE && self->phase != REDUCER_FAILED;
-}
-
-int pl_reducer_has_failed(const pl_reducer *self)
-{
-    return self->phase == REDUCER_FAILED;
-}
-
-int pl_reducer_is_open(const pl_reducer *self)
-{
-    return self->phase == REDUCER_FILLING;
-}
-
-size_t pl_reducer_n_not_ready(const pl_reducer *self)
-{
-    return self->spec.n_params - self->n_ready_params;
-}
-
-unsigned pl_reducer_ready_count(const pl_reducer *self, size_t param)
-{
-    return self->slots[param].n_ready;
-}
-
-int pl_reducer_is_used(const pl_reducer *self, size_t param)
-{
-    return used_of(self)[param] != USED_BY_NONE;
-}
-
-unsigned pl_reducer_sparse_dims(const pl_reducer *self, size_t param)
-{
-    const unsigned used = used_of(self)[param];
-    return used == USED_DENSE ? 0 : used;
-}
-
-size_t pl_reducer_slot_offset(const pl_reducer *self, size_t param)
-{
-    return self->at.buckets + self->plan->slots[param].offset_bytes;
-}
-
-void pl_reducer_buckets(const pl_reducer *self, size_t *offset_bytes, size_t *n_bytes)
-{
-    *offset_bytes = self->at.buckets;
-    *n_bytes = self->plan->n_bytes;
-}
-
-void *pl_reducer_extra(const pl_reducer *self)
-{
-    return pli_comm_memory(self->comm, self->at.extra);
-}
-
-size_t pl_reducer_staging_offset(const pl_reducer *self)
-{
-    return self->at.staging;
-}
-
-unsigned pl_reducer_generation(const pl_reducer *self)
-{
-    return self->generation;
-}
-
-uint64_t pl_reducer_step(const pl_reducer *self)
-{
-    return self->step;
-}
-
-const pl_plan *pl_reducer_plan(const pl_reducer *self)
-{
-    return self->plan;
-}
-
-pl_participation pl_reducer_participation(const pl_reducer *self)
-{
-    return self->participation;
-}
-
 void pl_reducer_reset_participation(pl_reducer *self)
 {
     self->participation = (pl_participation){
         .n_active = pl_comm_world_size(self->comm), .last_joining = -1, .gives_up = -1};
-}
-
-int pl_reducer_next_root(const pl_reducer *self)
-{
-    return self->participation.first_active >= 0 ? self->participation.first_active : 0;
-}
-
-int pl_reducer_root(const pl_reducer *self)
-{
-    return self->root;
-}
-
-int pl_reducer_root_is_active(const pl_reducer *self)
-{
-    return flags_of(self, self->root)->role == PL_ACTIVE;
 }

@@ -91,9 +91,6 @@ void pl_reducer_destroy(pl_reducer *reducer);
 pl_status pl_reducer_set_comm_hook(pl_reducer *reducer, const pl_comm_hook *hook,
                                    const pl_plan_caps *caps) PL_MUST_USE;
 
-/* Sets the stream of all calls but `mark_ready`, which takes one.  NULL at first. */
-void pl_reducer_set_stream(pl_reducer *reducer, pl_stream *stream);
-
 /* Collective, before the first step: tries the operations that steps use, so that no
  * step has to allocate or to connect ranks.  They run on the device after the work on
  * the stream.  A no-op on the CPU. */
@@ -113,27 +110,12 @@ pl_status pl_reducer_mark_ready(pl_reducer *reducer, size_t param, const void *d
  * or change the gradient.  A no-op if none is deferred. */
 pl_status pl_reducer_flush(pl_reducer *reducer, size_t param) PL_MUST_USE;
 
-/* Number of buckets posted in this step: the plan's first ones.  The caller may drop
- * the data that it kept for their parameters. */
-size_t pl_reducer_n_posted(const pl_reducer *reducer);
-
-/* Whether the next gradient of the parameter would make mark_ready post a bucket. */
-int pl_reducer_may_post(const pl_reducer *reducer, size_t param);
-
-/* Keeps the parameter's bucket back until `close`, so that no gradient for it can be
- * late.  Call before the slot is first written in a step. */
-void pl_reducer_defer_bucket(pl_reducer *reducer, size_t param);
-
 /* Before `close`, for a parameter that was not marked ready: this rank contributes
  * `data` (NULL: zeros) to its mean.  The caller keeps the data unchanged until the
  * bucket is posted, as for PL_DEFERRED. */
 typedef enum pl_use { PL_UNUSED, PL_USED } pl_use;
 pl_status pl_reducer_mark_unused(pl_reducer *reducer, size_t param, const void *data,
                                  pl_write_mode mode, pl_use use) PL_MUST_USE;
-
-/* Before `close`: the gradient just marked ready, or unused with PL_USED, is sparse in
- * its first n_dims dimensions (1 to 254); its slot holds it densely. */
-void pl_reducer_set_sparse(pl_reducer *reducer, size_t param, unsigned n_dims);
 
 pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
 
@@ -145,28 +127,8 @@ pl_status pl_reducer_wait(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
  * never waits; a no-op on the CPU. */
 pl_status pl_reducer_order(pl_reducer *reducer) PL_MUST_USE;
 
-/* After `wait`: the parameters that were late on some rank.  Every rank writes data for
- * each.  The data's mean is added to the first mean (PL_ADD) or replaces it. */
-size_t pl_reducer_n_late(const pl_reducer *reducer);
-int pl_reducer_is_late(const pl_reducer *reducer, size_t param);
 pl_status pl_reducer_write_late(pl_reducer *reducer, size_t param, const void *data,
                                 pl_write_mode mode) PL_MUST_USE;
-
-/* ---- which step a rank is in ---------------------------------------------------- */
-
-/* A rank's synchronised forwards. */
-typedef struct pl_forwards {
-    unsigned n;            /* forwards since the last step */
-    unsigned n_answered;   /* backwards begun since then, also of earlier forwards */
-    unsigned n_unanswered; /* of the n: backward would be seen, and has not begun */
-} pl_forwards;
-
-/* Between begin and close: puts this rank's forwards into the flags. */
-void pl_reducer_set_forwards(pl_reducer *reducer, const pl_forwards *forwards);
-
-/* After `wait`: PL_EMISMATCH, on every rank, if active ranks are not in the same step
- * because a rank has skipped a backward, or run an additional one. */
-pl_status pl_reducer_check_forwards(const pl_reducer *reducer) PL_MUST_USE;
 
 /* In place of `end`, on every rank: drops the means. */
 void pl_reducer_discard(pl_reducer *reducer);
@@ -197,23 +159,12 @@ typedef struct pl_participation {
  * with zeros; the caller goes on with `close`. */
 pl_status pl_reducer_shadow_step(pl_reducer *reducer, pl_role role) PL_MUST_USE;
 
-/* Participation in the last step whose `wait` succeeded; before it, of all ranks. */
-pl_participation pl_reducer_participation(const pl_reducer *reducer);
-
-/* The rank that broadcasts its `extra` in the next step. */
-int pl_reducer_next_root(const pl_reducer *reducer);
-
 /* Between steps, on every rank: broadcasts the next root's `extra`.  Wait for *out with
  * pl_comm_wait(). */
 pl_status pl_reducer_send_extra(pl_reducer *reducer, pl_ticket *out) PL_MUST_USE;
 
 /* Between steps, on every rank, when a join begins or ends: marks all ranks active. */
 void pl_reducer_reset_participation(pl_reducer *reducer);
-
-/* The rank that broadcasts its `extra` in this step; after `wait`, whether it was
- * active: if it was not, its values are out of date. */
-int pl_reducer_root(const pl_reducer *reducer);
-int pl_reducer_root_is_active(const pl_reducer *reducer);
 
 /* After `wait`, before `end`: turns the means over all ranks into means over the active
  * ranks, by one more multiplication and rounding.  Exact if the ratio of the two
@@ -238,56 +189,8 @@ void pl_reducer_fail(pl_reducer *reducer, const char *text);
 /* Continues the numbers of steps of a reducer whose world has failed. */
 void pl_reducer_follow(pl_reducer *reducer, const pl_reducer *failed);
 
-/* How many steps this rank has taken: ranks with other numbers have other weights. */
-uint64_t pl_reducer_n_taken(const pl_reducer *reducer);
-
 /* After a failure: PL_EMISMATCH if ranks have got different means, PL_EPEER if this
  * rank's device has lost means of a finished step.  Then only a checkpoint helps. */
 pl_status pl_reducer_check_weights(const pl_reducer *reducer) PL_MUST_USE;
-
-/* ---- queries -------------------------------------------------------------------- */
-
-/* Non-zero once the plan follows the order in which gradients came in a step.  After
- * that, only a new hook changes the plan. */
-int pl_reducer_is_learned(const pl_reducer *reducer);
-
-/* Non-zero between begin and end. */
-int pl_reducer_is_active(const pl_reducer *reducer);
-
-/* Non-zero after a step has failed. */
-int pl_reducer_has_failed(const pl_reducer *reducer);
-
-/* Non-zero between begin and the first close: gradients are still taken. */
-int pl_reducer_is_open(const pl_reducer *reducer);
-
-/* Parameters without a gradient in this step. */
-size_t pl_reducer_n_not_ready(const pl_reducer *reducer);
-
-/* Number of gradients for this parameter in this step. */
-unsigned pl_reducer_ready_count(const pl_reducer *reducer, size_t param);
-
-/* After `wait`: non-zero if some rank had a gradient for the parameter. */
-int pl_reducer_is_used(const pl_reducer *reducer, size_t param);
-
-/* After `wait`: the number of sparse dimensions of the gradients, the same on every
- * rank; 0 if a rank had a dense gradient, or no rank had a gradient. */
-unsigned pl_reducer_sparse_dims(const pl_reducer *reducer, size_t param);
-
-/* Byte of the arena at which the parameter's slot begins; a new plan moves it. */
-size_t pl_reducer_slot_offset(const pl_reducer *reducer, size_t param);
-
-/* The arena's range of buckets, and the memory of `extra`. */
-void pl_reducer_buckets(const pl_reducer *reducer, size_t *offset_bytes,
-                        size_t *n_bytes);
-void *pl_reducer_extra(const pl_reducer *reducer);
-
-/* Byte of the arena at which the staging begins. */
-size_t pl_reducer_staging_offset(const pl_reducer *reducer);
-
-/* Grows with each new plan, which moves slots. */
-unsigned pl_reducer_generation(const pl_reducer *reducer);
-
-uint64_t pl_reducer_step(const pl_reducer *reducer);
-const pl_plan *pl_reducer_plan(const pl_reducer *reducer);
 
 #endif

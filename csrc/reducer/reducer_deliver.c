@@ -419,17 +419,3 @@ pl_status pl_reducer_mark_ready(pl_reducer *self, size_t param, const void *data
 done:
     return st;
 }
-
-int pl_reducer_may_post(const pl_reducer *self, size_t param)
-{
-    const slot_state *slot = &self->slots[param];
-    const size_t b = self->plan->slots[param].bucket;
-    const bucket_state *bucket = &self->buckets[b];
-    return b == self->n_posted && bucket->phase == BUCKET_FILLING &&
-           bucket->n_pending == 1 && slot->n_ready + 1 == slot->n_expected;
-}
-
-void pl_reducer_defer_bucket(pl_reducer *self, size_t param)
-{
-    self->buckets[self->plan->slots[param].bucket].n_pending++;
-}

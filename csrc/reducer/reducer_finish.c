@@ -1,5 +1,5 @@
 /* reducer_finish.c - ends a step: posts the remaining buckets, reduces late gradients,
- * checks that all ranks are in the same step and got the same means, and learns the
+ * checks that all ranks got the same means, and learns the
  * next plan; or fails the step. */
 #include <stdio.h>
 #include <string.h>
@@ -10,8 +10,7 @@
 #include "reducer_state.h"
 
 enum {
-    MOST_NAMED = 8, /* ranks, in a message */
-    WINDOWS = 16,   /* on the means */
+    WINDOWS = 16, /* on the means */
     WINDOW_LEAST_BYTES = 1 << 16
 };
 
@@ -34,12 +33,6 @@ pl_status pl_reducer_mark_unused(pl_reducer *self, size_t param, const void *dat
         used_of(self)[param] = USED_DENSE;
 done:
     return st;
-}
-
-void pl_reducer_set_sparse(pl_reducer *self, size_t param, unsigned n_dims)
-{
-    if (used_of(self)[param] != USED_BY_NONE)
-        used_of(self)[param] = (unsigned char)n_dims;
 }
 
 typedef enum issue_place { ISSUE_LAST, ISSUE_FOLLOWED } issue_place;
@@ -378,19 +371,6 @@ done:
     return st;
 }
 
-int pl_reducer_is_late(const pl_reducer *self, size_t param)
-{
-    return late_of(self)[param] != 0;
-}
-
-size_t pl_reducer_n_late(const pl_reducer *self)
-{
-    size_t n_late = 0;
-    for (size_t i = 0; i < self->spec.n_params; i++)
-        n_late += late_of(self)[i] != 0;
-    return n_late;
-}
-
 pl_status pl_reducer_write_late(pl_reducer *self, size_t param, const void *data,
                                 pl_write_mode mode)
 {
@@ -458,93 +438,6 @@ pl_status pl_reducer_notice_failure(pl_reducer *self)
     if (st != PL_OK && self->phase == REDUCER_IDLE)
         self->phase = REDUCER_FAILED;
     return st;
-}
-
-/* ---- the same step -------------------------------------------------------------- */
-
-/* Steps are paired by their order alone.  A rank that catches an exception between
- * forward and backward, or runs one more backward, is one step off from then on, and
- * each mean is of batches that do not belong together.  So each rank sends with the
- * flags how many synchronised forwards it has run since the last step.
- *
- * Correct ranks may differ in that number: one cuts its batch into more parts, another
- * leaves an output out of its loss.  If the number of forwards without a backward
- * differs too, torch cannot run the program the same on all ranks either.  If no output
- * shows the step on either rank (say, the module keeps its loss), this second number is
- * not known, and the first must be the same.
- *
- * Ranks may also differ in the forward to which they assign a backward: each takes the
- * best match.  If one has skipped the first of two backwards, the next step shows it.
- */
-static uint8_t byte_of(unsigned n)
-{
-    return n < UINT8_MAX ? (uint8_t)n : UINT8_MAX;
-}
-
-void pl_reducer_set_forwards(pl_reducer *self, const pl_forwards *forwards)
-{
-    flags_of(self, pl_comm_rank(self->comm))->forwards =
-        (forward_bytes){.n = byte_of(forwards->n),
-                        .n_answered = byte_of(forwards->n_answered),
-                        .n_unanswered = byte_of(forwards->n_unanswered)};
-}
-
-/* Whether no output has announced the backward, although outputs of a forward would
- * have. */
-static int is_unannounced(const forward_bytes *counts)
-{
-    return counts->n_answered == 0 && counts->n_unanswered > 0;
-}
-
-/* Whether only the number of the rank's forwards is known. */
-static int is_hidden(const forward_bytes *counts)
-{
-    return counts->n_answered == 0 && counts->n_unanswered == 0;
-}
-
-static int is_same_step(const forward_bytes *a, const forward_bytes *b)
-{
-    if (a->n == b->n)
-        return is_unannounced(a) == is_unannounced(b);
-    return a->n > 0 && b->n > 0 && is_unannounced(a) == is_unannounced(b) &&
-           a->n_unanswered == b->n_unanswered && !(is_hidden(a) && is_hidden(b));
-}
-
-static pl_status report_forwards(const pl_reducer *self)
-{
-    char text[MOST_NAMED * 64] = "";
-    size_t at = 0;
-    int n_named = 0;
-    for (int r = 0; r < pl_comm_world_size(self->comm) && n_named < MOST_NAMED; r++) {
-        const forward_bytes *counts = &flags_of(self, r)->forwards;
-        if (flags_of(self, r)->role != PL_ACTIVE)
-            continue;
-        at += (size_t)snprintf(
-            text + at, sizeof text - at, "%srank %d: %u, %u of them without a backward",
-            n_named++ > 0 ? "; " : "", r, counts->n, counts->n_unanswered);
-    }
-    return pli_fail(
-        PL_EMISMATCH,
-        "rank %d: the ranks are not in the same step. Forwards through the "
-        "wrapper since the last step: %s. Each rank needs one backward for each step: "
-        "if one skips it (after a caught exception), all must. Run forwards that are "
-        "not trained under torch.no_grad() or through wrapper.module",
-        pl_comm_rank(self->comm), text);
-}
-
-pl_status pl_reducer_check_forwards(const pl_reducer *self)
-{
-    const forward_bytes *first = NULL;
-    for (int r = 0; r < pl_comm_world_size(self->comm); r++) {
-        const forward_bytes *counts = &flags_of(self, r)->forwards;
-        if (flags_of(self, r)->role != PL_ACTIVE)
-            continue;
-        if (first == NULL)
-            first = counts;
-        else if (!is_same_step(first, counts))
-            return report_forwards(self);
-    }
-    return PL_OK;
 }
 
 /* ---- ranks without gradients ---------------------------------------------------- */
@@ -674,9 +567,4 @@ void pl_reducer_follow(pl_reducer *self, const pl_reducer *failed)
 {
     self->step = failed->step;
     self->n_taken = failed->n_taken;
-}
-
-uint64_t pl_reducer_n_taken(const pl_reducer *self)
-{
-    return self->n_taken;
 }

@@ -1,4 +1,4 @@
-/* reducer_state.h - the state of a reducer; for reducer*.c only. */
+/* reducer_state.h - the state of a reducer; for reducer*.c, step*.c and tests. */
 #ifndef PLI_REDUCER_STATE_H
 #define PLI_REDUCER_STATE_H
 
@@ -135,9 +135,11 @@ static inline unsigned char *late_of(const pl_reducer *self)
     return (unsigned char *)self->arena + self->at.late;
 }
 
-/* What a rank sends of its forwards, each number up to 255. */
+/* What a rank sends of its synchronised forwards, each number up to 255. */
 typedef struct forward_bytes {
-    uint8_t n, n_answered, n_unanswered;
+    uint8_t n;            /* forwards since the last step */
+    uint8_t n_answered;   /* backwards begun since then, also of earlier forwards */
+    uint8_t n_unanswered; /* of the n: backward would be seen, and has not begun */
 } forward_bytes;
 
 typedef struct rank_flags {
@@ -170,6 +172,104 @@ static inline pl_move slot_move(const pl_reducer *self, size_t param, const void
                      .from = from,
                      .dtype = self->params[param].dtype,
                      .n_elems = self->params[param].n_elems};
+}
+
+/* ---- queries -------------------------------------------------------------------- */
+
+/* Non-zero between begin and end. */
+static inline int pl_reducer_is_active(const pl_reducer *self)
+{
+    return self->phase != REDUCER_IDLE && self->phase != REDUCER_FAILED;
+}
+
+/* Non-zero after a step has failed. */
+static inline int pl_reducer_has_failed(const pl_reducer *self)
+{
+    return self->phase == REDUCER_FAILED;
+}
+
+/* After `wait`: non-zero if some rank had a gradient for the parameter. */
+static inline int pl_reducer_is_used(const pl_reducer *self, size_t param)
+{
+    return used_of(self)[param] != USED_BY_NONE;
+}
+
+/* After `wait`: the number of sparse dimensions of the gradients, the same on every
+ * rank; 0 if a rank had a dense gradient, or no rank had a gradient. */
+static inline unsigned pl_reducer_sparse_dims(const pl_reducer *self, size_t param)
+{
+    const unsigned used = used_of(self)[param];
+    return used == USED_DENSE ? 0 : used;
+}
+
+/* Byte of the arena at which the parameter's slot begins; a new plan moves it. */
+static inline size_t pl_reducer_slot_offset(const pl_reducer *self, size_t param)
+{
+    return self->at.buckets + self->plan->slots[param].offset_bytes;
+}
+
+static inline void *pl_reducer_extra(const pl_reducer *self)
+{
+    return pli_comm_memory(self->comm, self->at.extra);
+}
+
+/* The rank that broadcasts its `extra` in the next step. */
+static inline int pl_reducer_next_root(const pl_reducer *self)
+{
+    return self->participation.first_active >= 0 ? self->participation.first_active : 0;
+}
+
+static inline int pl_reducer_root_is_active(const pl_reducer *self)
+{
+    return flags_of(self, self->root)->role == PL_ACTIVE;
+}
+
+static inline int pl_reducer_is_late(const pl_reducer *self, size_t param)
+{
+    return late_of(self)[param] != 0;
+}
+
+/* After `wait`: the parameters that were late on some rank.  Every rank writes data for
+ * each.  The data's mean is added to the first mean (PL_ADD) or replaces it. */
+static inline size_t pl_reducer_n_late(const pl_reducer *self)
+{
+    size_t n_late = 0;
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        n_late += late_of(self)[i] != 0;
+    return n_late;
+}
+
+/* Whether the next gradient of the parameter would make mark_ready post a bucket. */
+static inline int pl_reducer_may_post(const pl_reducer *self, size_t param)
+{
+    const slot_state *slot = &self->slots[param];
+    const size_t b = self->plan->slots[param].bucket;
+    const bucket_state *bucket = &self->buckets[b];
+    return b == self->n_posted && bucket->phase == BUCKET_FILLING &&
+           bucket->n_pending == 1 && slot->n_ready + 1 == slot->n_expected;
+}
+
+/* Keeps the parameter's bucket back until `close`, so that no gradient for it can be
+ * late.  Call before the slot is first written in a step. */
+static inline void pl_reducer_defer_bucket(pl_reducer *self, size_t param)
+{
+    self->buckets[self->plan->slots[param].bucket].n_pending++;
+}
+
+/* Before `close`: the gradient just marked ready, or unused with PL_USED, is sparse in
+ * its first n_dims dimensions (1 to 254); its slot holds it densely. */
+static inline void pl_reducer_set_sparse(pl_reducer *self, size_t param,
+                                         unsigned n_dims)
+{
+    if (used_of(self)[param] != USED_BY_NONE)
+        used_of(self)[param] = (unsigned char)n_dims;
+}
+
+/* Sets the stream of all calls but `mark_ready`, which takes one.  NULL at first. */
+static inline void pl_reducer_set_stream(pl_reducer *self, pl_stream *stream)
+{
+    self->is_ordered &= self->stream == stream;
+    self->stream = stream;
 }
 
 /* Records that a bucket has all its gradients. */

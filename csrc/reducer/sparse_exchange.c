@@ -457,7 +457,9 @@ static pl_status issue_piece(pl_exchange *self)
     lay_out(self, &self->cursor, next->n, self->staging + at);
     PL_TRY(pl_comm_issue(self->spec.comm, &op, &next->ticket));
     self->n_laid++;
-    PL_TRY(pl_comm_progress(self->spec.comm));
+    /* A failure of the world is reported by the wait for the piece: peers may have
+     * finished the step by then, and this rank must finish it too. */
+    self->spec.comm->ops->work(self->spec.comm);
 done:
     return st;
 }

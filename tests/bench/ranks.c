@@ -18,7 +18,7 @@
 #include "comm/hierarchy.h"
 #include "comm/shm_init.h"
 #include "core/clock.h"
-#include "reducer/reducer.h"
+#include "reducer/reducer_state.h"
 #include "tests/c/secret.h"
 
 enum {

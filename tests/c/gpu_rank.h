@@ -197,8 +197,8 @@ static inline void *block_memory(const block *it)
 /* Frees the gradients of the buckets posted in the meantime. */
 static inline void drop_posted(gpu_rank *self)
 {
-    const pl_plan *plan = pl_reducer_plan(self->reducer);
-    for (; self->n_dropped < pl_reducer_n_posted(self->reducer); self->n_dropped++) {
+    const pl_plan *plan = self->reducer->plan;
+    for (; self->n_dropped < self->reducer->n_posted; self->n_dropped++) {
         const pl_bucket_plan *bucket = &plan->buckets[self->n_dropped];
         for (size_t m = 0; m < bucket->n_params; m++)
             give_block(self, &self->held[bucket->params[m]]);

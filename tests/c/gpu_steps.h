@@ -46,7 +46,6 @@ static inline void launch_fill(const gpu_rank *self, uint64_t step, size_t i,
 static inline pl_status gpu_refresh_window(gpu_rank *self)
 {
     pl_status st = PL_OK;
-    size_t offset = 0, n_bytes = 0;
     if (self->window != NULL && pli_window_n_views(self->window) > 0) {
         st = pli_window_retire(self->window);
         if (st != PL_OK)
@@ -55,9 +54,9 @@ static inline pl_status gpu_refresh_window(gpu_rank *self)
         self->window = NULL;
         self->n_renewed++;
     }
-    pl_reducer_buckets(self->reducer, &offset, &n_bytes);
-    if (self->window == NULL && n_bytes > 0)
-        st = pli_window_create(self->comm, offset, n_bytes, self->model->n_params,
+    if (self->window == NULL && self->reducer->plan->n_bytes > 0)
+        st = pli_window_create(self->comm, self->reducer->at.buckets,
+                               self->reducer->plan->n_bytes, self->model->n_params,
                                &self->window);
     return st;
 }
@@ -193,7 +192,7 @@ static inline pl_status gpu_amend(gpu_rank *self, uint64_t step)
 static inline void put_word(gpu_rank *self, uint64_t step)
 {
     word_args args = {.at = pl_reducer_extra(self->reducer), .word = step};
-    if (pl_reducer_root(self->reducer) == self->rank)
+    if (self->reducer->root == self->rank)
         launch(self, KERNEL_PUT_WORD, 0, &args);
 }
 

@@ -4,7 +4,7 @@
 #define PLT_REDUCER_PAIR_H
 
 #include "ranks.h"
-#include "reducer/reducer.h"
+#include "reducer/reducer_state.h"
 
 typedef struct pair {
     pl_comm *comms[2];

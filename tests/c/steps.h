@@ -10,7 +10,7 @@
 #include <stdlib.h>
 
 #include "ranks.h"
-#include "reducer/reducer.h"
+#include "reducer/reducer_state.h"
 #include "values.h"
 
 enum { STEPS_MAX_PARAMS = 40, STEPS_MAX_ELEMS = 300, STEPS_MAX_GRADS = 2 };
@@ -382,7 +382,7 @@ static inline void trainer_check(trainer *self, uint64_t step)
         check_mean(it, step, self->rank, i, trainer_slot(self, i), it->world_size);
         CHECK((pl_reducer_is_used(self->reducer, i) != 0) ==
               (step_is_used(it, step, i) != 0));
-        CHECK((int)pl_reducer_ready_count(self->reducer, i) ==
+        CHECK((int)self->reducer->slots[i].n_ready ==
               step_n_grads(it, step, self->rank, i));
     }
 }
@@ -410,8 +410,8 @@ static inline void train_model(rank_job *job)
     for (uint64_t step = 1; step <= STEPS_TRAINED; step++) {
         if (!trainer_step(&self, step))
             break;
-        CHECK(pl_reducer_step(self.reducer) == step);
-        CHECK(pl_reducer_generation(self.reducer) == (step > 1));
+        CHECK(self.reducer->step == step);
+        CHECK(self.reducer->generation == (step > 1));
     }
     atomic_fetch_add(&n_late_verdicts, self.n_late);
     trainer_destroy(&self);

@@ -59,28 +59,29 @@ PAIR_TEST(the_second_step_lays_buckets_out_in_the_order_of_rank_0)
 {
     static const uint32_t order[N_PARAMS] = {1, 3, 0, 2};
     step_in_order(it, order);
-    CHECK(pl_reducer_generation(it->reducers[1]) == 0);
-    CHECK(pl_reducer_plan(it->reducers[1])->members[0] == 3);
+    CHECK(it->reducers[1]->generation == 0);
+    CHECK(it->reducers[1]->plan->members[0] == 3);
     step_in_order(it, order);
     for (int r = 0; r < N_RANKS; r++) {
-        const pl_plan *plan = pl_reducer_plan(it->reducers[r]);
-        CHECK(pl_reducer_generation(it->reducers[r]) == 1);
+        const pl_plan *plan = it->reducers[r]->plan;
+        CHECK(it->reducers[r]->generation == 1);
         CHECK(memcmp(plan->members, order, sizeof order) == 0);
     }
     step_in_order(it, order);
-    CHECK(pl_reducer_generation(it->reducers[0]) == 1);
+    CHECK(it->reducers[0]->generation == 1);
 }
 
 PAIR_TEST(the_parameters_that_no_gradient_came_for_are_counted)
 {
     begin_both(it);
     for (size_t i = 0; i < N_PARAMS; i++) {
-        CHECK(pl_reducer_n_not_ready(it->reducers[0]) == N_PARAMS - i);
+        CHECK(it->reducers[0]->spec.n_params - it->reducers[0]->n_ready_params ==
+              N_PARAMS - i);
         CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
         CHECK(mark_ready(it, 0, i, 1, PL_ADD) == PL_COPIED); /* twice counts once */
     }
-    CHECK(pl_reducer_n_not_ready(it->reducers[0]) == 0);
-    CHECK(pl_reducer_n_not_ready(it->reducers[1]) == N_PARAMS);
+    CHECK(it->reducers[0]->spec.n_params - it->reducers[0]->n_ready_params == 0);
+    CHECK(it->reducers[1]->spec.n_params - it->reducers[1]->n_ready_params == N_PARAMS);
 }
 
 /* ---- late gradients ------------------------------------------------------------- */
@@ -108,7 +109,7 @@ PAIR_TEST(a_gradient_behind_its_bucket_is_late_and_the_bucket_stays)
     for (int r = 0; r < N_RANKS; r++) {
         CHECK(pl_reducer_n_late(it->reducers[r]) == 1);
         CHECK(pl_reducer_is_late(it->reducers[r], 2));
-        CHECK(pl_reducer_ready_count(it->reducers[r], 2) == (r == 0 ? 2 : 1));
+        CHECK(it->reducers[r]->slots[2].n_ready == (r == 0 ? 2 : 1));
     }
 }
 
@@ -322,8 +323,8 @@ PAIR_TEST(an_arena_too_small_or_no_parameter_makes_no_reducer)
 
 static void expect_taken(const pair *it, uint64_t n_of_rank_0, uint64_t n_of_rank_1)
 {
-    CHECK(pl_reducer_n_taken(it->reducers[0]) == n_of_rank_0);
-    CHECK(pl_reducer_n_taken(it->reducers[1]) == n_of_rank_1);
+    CHECK(it->reducers[0]->n_taken == n_of_rank_0);
+    CHECK(it->reducers[1]->n_taken == n_of_rank_1);
 }
 
 PAIR_TEST(reducers_that_follow_failed_ones_count_on_and_learn_anew)
@@ -340,9 +341,9 @@ PAIR_TEST(reducers_that_follow_failed_ones_count_on_and_learn_anew)
         pl_reducer_fail(it->reducers[1], NULL);
         if (!pair_renew(&spec, it))
             return;
-        CHECK(pl_reducer_step(it->reducers[0]) == 3 * (round + 1));
+        CHECK(it->reducers[0]->step == 3 * (round + 1));
         expect_taken(it, 2 * (round + 1), 2 * (round + 1));
-        CHECK(pl_reducer_generation(it->reducers[0]) == 0);
+        CHECK(it->reducers[0]->generation == 0);
     }
     step_in_order(it, order);
 }

@@ -32,7 +32,7 @@ static pl_status post(void *context, size_t bucket)
 {
     pl_status st = PL_OK;
     hook_of_rank *self = context;
-    const pl_plan *plan = pl_reducer_plan(self->both->reducers[self->rank]);
+    const pl_plan *plan = self->both->reducers[self->rank]->plan;
     const pl_bucket_plan *posted = &plan->buckets[bucket];
     if (bucket == self->fail_at)
         PL_FAIL(PL_ESTATE, "bucket %zu is not wanted", bucket);
@@ -90,7 +90,7 @@ static void finish(const pair *it)
 {
     close_and_wait(it);
     for (int r = 0; r < N_RANKS; r++) {
-        CHECK(hooks[r].n_posted == pl_reducer_plan(it->reducers[r])->n_buckets);
+        CHECK(hooks[r].n_posted == it->reducers[r]->plan->n_buckets);
         for (size_t i = 0; i < N_PARAMS; i++) {
             CHECK(pl_reducer_is_used(it->reducers[r], i));
             *pair_slot(it, r, i) *= 2;
@@ -171,17 +171,17 @@ PAIR_TEST(a_gradient_behind_its_bucket_is_late_on_every_rank)
 PAIR_TEST(a_carrier_lays_buckets_out_anew_and_keeps_what_was_learned)
 {
     static const uint32_t order[N_PARAMS] = {4, 1, 3, 0, 2, 5};
-    CHECK(pl_reducer_plan(it->reducers[0])->n_buckets == 3);
+    CHECK(it->reducers[0]->plan->n_buckets == 3);
     set_both(it, &three_each);
-    const pl_plan *plan = pl_reducer_plan(it->reducers[0]);
+    const pl_plan *plan = it->reducers[0]->plan;
     CHECK(plan->n_buckets == 2 && plan->members[0] == N_PARAMS - 1);
-    CHECK(pl_reducer_generation(it->reducers[0]) == 1);
+    CHECK(it->reducers[0]->generation == 1);
     step_in_order(it, order);
     set_both(it, &two_each); /* the order of the step is adopted all the same */
     step_in_order(it, order);
-    CHECK(memcmp(pl_reducer_plan(it->reducers[1])->members, order, sizeof order) == 0);
+    CHECK(memcmp(it->reducers[1]->plan->members, order, sizeof order) == 0);
     set_both(it, &three_each);
-    plan = pl_reducer_plan(it->reducers[1]);
+    plan = it->reducers[1]->plan;
     CHECK(plan->n_buckets == 2);
     CHECK(memcmp(plan->members, order, sizeof order) == 0);
     step_in_order(it, order);
@@ -195,21 +195,21 @@ PAIR_TEST(a_carrier_has_caps_of_its_own)
     each[0] = each[1] = 1 << 20; /* they were copied */
     step_in_order(it, upward);
     step_in_order(it, upward);
-    const pl_plan *plan = pl_reducer_plan(it->reducers[0]);
+    const pl_plan *plan = it->reducers[0]->plan;
     CHECK(plan->n_buckets == 4); /* 0 | 1 2 | 3 4 | 5 */
     CHECK(plan->buckets[0].n_params == 1 && plan->buckets[1].n_params == 2);
     set_both(it, &two_each);
-    CHECK(pl_reducer_plan(it->reducers[0])->n_buckets == 3);
+    CHECK(it->reducers[0]->plan->n_buckets == 3);
 }
 
 PAIR_TEST(a_carrier_is_refused_while_a_step_is_under_way_or_has_failed)
 {
     begin(it);
     CHECK_FAILS(set(it, 0, &three_each), PL_ESTATE, "during a step");
-    CHECK(pl_reducer_plan(it->reducers[0])->n_buckets == 3);
+    CHECK(it->reducers[0]->plan->n_buckets == 3);
     pl_reducer_fail(it->reducers[0], "no reason");
     CHECK(set(it, 0, &three_each) == PL_ESTATE);
-    CHECK(pl_reducer_generation(it->reducers[0]) == 0);
+    CHECK(it->reducers[0]->generation == 0);
 }
 
 PAIR_TEST(a_carrier_that_cannot_be_set_changes_nothing)
@@ -225,13 +225,13 @@ PAIR_TEST(a_carrier_that_cannot_be_set_changes_nothing)
             break;
         }
         CHECK(st == PL_ENOMEM);
-        CHECK(pl_reducer_plan(it->reducers[0])->n_buckets == 3);
-        CHECK(pl_reducer_generation(it->reducers[0]) == 0);
+        CHECK(it->reducers[0]->plan->n_buckets == 3);
+        CHECK(it->reducers[0]->generation == 0);
     }
     CHECK_OK(set(it, 1, &caps));
     step_in_order(it, upward);
     step_in_order(it, upward);
-    CHECK(pl_reducer_plan(it->reducers[0])->n_buckets == N_PARAMS);
+    CHECK(it->reducers[0]->plan->n_buckets == N_PARAMS);
 }
 
 PAIR_TEST(what_a_carrier_refuses_fails_the_step)

@@ -55,7 +55,7 @@ static void train(gpu_rank *self, const lesson *what)
     for (uint64_t step = 1; step <= N_STEPS; step++)
         if (!gpu_step(self, step))
             break;
-    CHECK(pl_reducer_is_learned(self->reducer));
+    CHECK(self->reducer->learning == LEARNING_DONE);
 }
 
 static lesson lesson_of(uint64_t seed, size_t n_params)
@@ -324,7 +324,7 @@ static void train_with_accidents(gpu_rank *self, const lesson *what)
         if (next.culprit >= 0 ? !gpu_rank_renew(self) : !gpu_step(self, step))
             break;
         n_taken += next.culprit < 0;
-        CHECK(pl_reducer_n_taken(self->reducer) == n_taken);
+        CHECK(self->reducer->n_taken == n_taken);
     }
 }
 

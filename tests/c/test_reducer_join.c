@@ -47,7 +47,7 @@ static void check_extra(trainer *self, uint64_t step)
         step > 1 ? expected_participation(it, step - 1) : (pl_participation){0};
     const int root = before.first_active >= 0 ? before.first_active : 0;
     uint64_t extra = 0;
-    CHECK(pl_reducer_root(self->reducer) == root);
+    CHECK(self->reducer->root == root);
     CHECK((pl_reducer_root_is_active(self->reducer) != 0) ==
           (step_has_batch(it, step, root) != 0));
     memcpy(&extra, pl_reducer_extra(self->reducer), sizeof extra);
@@ -82,7 +82,7 @@ static int train_once(trainer *self, uint64_t step)
     if (!CHECK_OK(trainer_backward(self, step, self->model->n_params)))
         return 0;
     const uint64_t extra = step * 100 + (uint64_t)self->rank;
-    const int is_root = pl_reducer_root(self->reducer) == self->rank;
+    const int is_root = self->reducer->root == self->rank;
     if (is_root)
         memcpy(pl_reducer_extra(self->reducer), &extra, sizeof extra);
     return CHECK_OK(trainer_finish_with_extra(self, step));
@@ -96,7 +96,7 @@ static int step_unevenly(trainer *self, const lesson *what, uint64_t step)
     if (!CHECK_OK(pl_reducer_begin(self->reducer)) ||
         !(is_active ? train_once(self, step) : shadow_step(self, step)))
         return 0;
-    CHECK(participation_equal(pl_reducer_participation(self->reducer), participation));
+    CHECK(participation_equal(self->reducer->participation, participation));
     check_extra(self, step);
     if (what->divides_by_active)
         CHECK_OK(pl_reducer_rescale(self->reducer));
@@ -115,8 +115,8 @@ static void train_unevenly(rank_job *job)
     for (uint64_t step = 1; step <= JOIN_MOST_STEPS; step++)
         if (!step_unevenly(&self, what, step))
             break;
-    CHECK(pl_reducer_participation(self.reducer).n_active == 0);
-    CHECK(pl_reducer_generation(self.reducer) == 1); /* an order was learned */
+    CHECK(self.reducer->participation.n_active == 0);
+    CHECK(self.reducer->generation == 1); /* an order was learned */
     trainer_destroy(&self);
 }
 

@@ -8,8 +8,8 @@
 #include "kernel_driver.h"
 #include "nccl/gpu_comm_state.h"
 #include "ranks.h"
-#include "reducer/reducer_state.h"
 #include "reducer/sparse_exchange.h"
+#include "reducer/step_state.h"
 
 enum { N_RANKS = PLI_MAX_GROUP_RANKS, RANK = N_RANKS - 7, N_PARAMS = 5, N_ELEMS = 40 };
 
@@ -108,14 +108,13 @@ static const pl_reducer_spec spec = {.params = params,
                                      .extra_bytes = 8,
                                      .caps = {.bucket_bytes = 256, .last_bytes = 64}};
 
-/* A step of `value`s; returns check_forwards(). */
+/* A step of `value`s; returns pli_forwards_check(). */
 static pl_status step(const peers *self, double value)
 {
     pl_status st = PL_OK;
     float floats[N_ELEMS];
     double doubles[N_ELEMS];
     pl_ready_result result;
-    const pl_forwards forwards = {.n = 1, .n_answered = 1};
     for (size_t k = 0; k < N_ELEMS; k++)
         floats[k] = (float)(doubles[k] = value);
     CHECK_OK(pl_reducer_begin(self->reducer));
@@ -125,7 +124,8 @@ static pl_status step(const peers *self, double value)
                                                                  : (void *)floats,
                                        PL_REPLACE, NULL, &result));
     memset(pl_reducer_extra(self->reducer), (int)value, spec.extra_bytes);
-    pl_reducer_set_forwards(self->reducer, &forwards);
+    flags_of(self->reducer, pl_comm_rank(self->comm))->forwards =
+        (forward_bytes){.n = 1, .n_answered = 1};
     CHECK_OK(pl_reducer_close(self->reducer));
     CHECK_OK(pl_reducer_wait(self->reducer, RANKS_SLICE_NS));
     for (size_t i = 0; i < N_PARAMS; i++) {
@@ -138,7 +138,7 @@ static pl_status step(const peers *self, double value)
               !pl_reducer_is_late(self->reducer, i));
     }
     CHECK(*(const char *)pl_reducer_extra(self->reducer) == (char)value);
-    st = pl_reducer_check_forwards(self->reducer);
+    st = pli_forwards_check(self->reducer);
     CHECK_OK(pl_reducer_end(self->reducer));
     return st;
 }
@@ -153,11 +153,11 @@ TEST(steps_of_thousands_of_ranks_are_steps)
         return;
     for (int k = 1; k < 5; k++)
         CHECK_OK(step(&all, k));
-    CHECK(pl_reducer_is_learned(all.reducer));
+    CHECK(all.reducer->learning == LEARNING_DONE);
     all.joining = N_RANKS - 1;
     CHECK_OK(step(&all, 5));
-    CHECK(pl_reducer_participation(all.reducer).n_active == N_RANKS - 1);
-    CHECK(pl_reducer_participation(all.reducer).last_joining == N_RANKS - 1);
+    CHECK(all.reducer->participation.n_active == N_RANKS - 1);
+    CHECK(all.reducer->participation.last_joining == N_RANKS - 1);
     all.odd_one = N_RANKS - 2;
     CHECK(step(&all, 6) == PL_EMISMATCH);
     pl_reducer_destroy(all.reducer);

@@ -14,15 +14,15 @@ TRACED_TEST(a_bucket_is_packed_by_one_launch_when_its_last_gradient_comes)
         fill(data[i], 1);
     CHECK(!pl_reducer_may_post(one, 3));
     CHECK(mark_ready(it, 0, 3, data[3], PL_REPLACE, 1) == PL_DEFERRED);
-    CHECK(asked("") && pl_reducer_n_posted(one) == 0);
+    CHECK(asked("") && one->n_posted == 0);
     CHECK(pl_reducer_may_post(one, 2));
     CHECK(mark_ready(it, 0, 2, data[2], PL_REPLACE, 1) == PL_COPIED);
-    CHECK(asked("c1:2 r1e3 i3 ") && pl_reducer_n_posted(one) == 1);
+    CHECK(asked("c1:2 r1e3 i3 ") && one->n_posted == 1);
     fill(data[3], 77); /* it may be dropped now */
     fill(data[2], 77);
     CHECK(mark_ready(it, 0, 1, data[1], PL_REPLACE, 1) == PL_DEFERRED);
     CHECK(mark_ready(it, 0, 0, data[0], PL_REPLACE, 1) == PL_COPIED);
-    CHECK(asked("c1:2 r1e4 i4 ") && pl_reducer_n_posted(one) == 2);
+    CHECK(asked("c1:2 r1e4 i4 ") && one->n_posted == 2);
     all_ready_of_rank_1(it);
     close_wait_and_order(it);
     CHECK(asked("r9e2 i2 h o9 "));
@@ -40,7 +40,7 @@ TRACED_TEST(a_bucket_that_is_ready_is_packed_when_its_turn_comes)
     CHECK(!pl_reducer_may_post(it->reducers[0], 0));
     CHECK(mark_ready(it, 0, 0, data[0], PL_REPLACE, 1) == PL_DEFERRED);
     CHECK(mark_ready(it, 0, 3, data[3], PL_REPLACE, 1) == PL_DEFERRED);
-    CHECK(asked("") && pl_reducer_n_posted(it->reducers[0]) == 0);
+    CHECK(asked("") && it->reducers[0]->n_posted == 0);
     CHECK(mark_ready(it, 0, 2, data[2], PL_REPLACE, 2) == PL_COPIED);
     CHECK(asked("r1e1 w2e1 c2:2 r2e3 w1e3 i3 r1e1 w2e1 c2:2 r2e4 w1e4 i4 "));
     all_ready_of_rank_1(it);

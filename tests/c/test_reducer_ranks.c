@@ -108,7 +108,7 @@ static void train_with_accidents(rank_job *job)
         if (what.culprit >= 0 ? !renew(&self) : !trainer_step(&self, step))
             break;
         n_taken += what.culprit < 0;
-        CHECK(pl_reducer_n_taken(self.reducer) == n_taken);
+        CHECK(self.reducer->n_taken == n_taken);
     }
     trainer_destroy(&self);
     pl_comm_destroy(self.comm);

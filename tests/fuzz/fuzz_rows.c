@@ -27,12 +27,6 @@ static pl_status rows_issue(pl_comm *comm, const pl_op *op, const pli_order *ord
     return PL_OK;
 }
 
-static pl_status rows_progress(pl_comm *comm)
-{
-    (void)comm;
-    return PL_OK;
-}
-
 static pl_status rows_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 {
     (void)comm;
@@ -41,8 +35,13 @@ static pl_status rows_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
     return PL_OK;
 }
 
+static void rows_work(pl_comm *comm)
+{
+    (void)comm;
+}
+
 static const pl_comm_ops rows_ops = {
-    .name = "rows", .issue = rows_issue, .progress = rows_progress, .wait = rows_wait};
+    .name = "rows", .issue = rows_issue, .work = rows_work, .wait = rows_wait};
 
 /* Takes the union as its callers do: as rows of the table. */
 static void take_union(pl_exchange *exchange, const pl_table *tables, void **rooms)

@@ -1,6 +1,8 @@
-/* backward_end_type.c - an object in the autograd engine's list of final callbacks.
- * The engine calls it when the backward ends.  If the backward failed or was compiled,
- * the engine drops it without a call.
+/* backward_end_type.c - how the steps of a backward end.
+ *
+ * An object in the autograd engine's list of final callbacks stands for each step.  The
+ * engine calls it when the backward ends.  If the backward failed or was compiled, the
+ * engine drops it without a call.
  *
  *     QUEUED -------- called ----> CALLED   the step finishes; or, inside another
  *       |                                   backward (reentrant checkpointing), a
@@ -10,12 +12,11 @@
  *     ON_OUTER_NODE - called ----> CALLED   a new one is QUEUED in the outer backward
  *       +------------ dropped              the step fails
  *
- * If the backward is not synchronised, the object only resets sync.backward, either
- * way.
+ * If the backward is not synchronised, the object only tells the step, either way.
  *
  * Queueing asks torch whether compiled autograd runs the backward: that drops callbacks
- * at its end without a call.  It also asks for the backward's number, by which step.c
- * finds the steps of other reducers that end with it.
+ * at its end without a call.  It also asks for the backward's number, by which
+ * is_same_backward() finds the steps of other reducers that end with it.
  *
  * If the backward failed, the peers learn of it at once, while the exception still
  * travels through Python.  A pending call sends its traceback later.  It looks where an
@@ -27,8 +28,8 @@
  */
 #include "backward_end_type.h"
 
+#include "comm_hook.h"
 #include "core/clock.h"
-#include "step.h"
 
 enum { MOST_SLEEPS = 1000 }; /* sleeps of 1 ms, for a thread that is about to end */
 enum { MOST_POLLS = 64 };    /* after that the peers get no exception text */
@@ -42,11 +43,77 @@ typedef enum backward_end_phase {
 typedef struct backward_end_object {
     PyObject_HEAD
     reducer_object *reducer; /* owned */
-    backward_end_origin origin;
+    pl_end_origin origin;
     backward_end_phase phase;
-    const void *handled; /* compiled: the exception in sight at creation */
-    uint64_t step;       /* the reducer's step number at creation */
+    /* Of a compiled backward, at creation: the exception in sight, the step's number.
+     */
+    const void *handled;
+    uint64_t step;
 } backward_end_object;
+
+/* ---- the list of live reducers -------------------------------------------------- */
+
+/* Reducers enter the module's list when they are made, and leave it when they end; it
+ * owns none.  The order of construction is that in which the steps of one backward
+ * finish, and in which most ranks take the shadow steps of several wrappers.
+ *
+ * With a GIL no thread finds a reducer that has lost its last reference.  Without a GIL
+ * a thread may; the weak reference that each reducer has to itself then shows the loss.
+ */
+
+int pli_reducers_enter(module_state *state, reducer_object *self)
+{
+    reducer_object **link = &state->reducers;
+#ifdef Py_GIL_DISABLED
+    self->weak_self = PyWeakref_NewRef((PyObject *)self, NULL);
+    if (self->weak_self == NULL)
+        return -1;
+#endif
+    while (*link != NULL)
+        link = &(*link)->next;
+    *link = self;
+    return 0;
+}
+
+void pli_reducers_leave(module_state *state, reducer_object *self)
+{
+    PLI_ENTER(self);
+    reducer_object **link = &state->reducers;
+    while (*link != NULL && *link != self)
+        link = &(*link)->next;
+    if (*link != NULL)
+        *link = self->next;
+}
+
+reducer_object *pli_reducer_ref(reducer_object *self)
+{
+#ifdef Py_GIL_DISABLED
+    PyObject *object = NULL;
+    if (PyWeakref_GetRef(self->weak_self, &object) < 0)
+        PyErr_Clear(); /* set only if weak_self is no weak reference */
+    return (reducer_object *)object;
+#else
+    return (reducer_object *)Py_NewRef((PyObject *)self);
+#endif
+}
+
+/* A new reference to the first reducer of a list that still lives, or NULL. */
+static reducer_object *first_of(reducer_object *list)
+{
+    reducer_object *found = NULL;
+    for (; list != NULL && found == NULL; list = list->next)
+        found = pli_reducer_ref(list);
+    return found;
+}
+
+/* The live reducer after `at`, a reference that it takes over; the list may have
+ * changed since. */
+static reducer_object *next_after(reducer_object *at)
+{
+    reducer_object *next = first_of(at->next);
+    Py_DECREF(at);
+    return next;
+}
 
 /* ---- the exception in sight ----------------------------------------------------- */
 
@@ -89,7 +156,7 @@ PyObject *pli_unwound_keeper(PyObject *module, PyObject *kept)
 /* ---- queued --------------------------------------------------------------------- */
 
 static PyObject *backward_end_new(const module_state *state, reducer_object *reducer,
-                                  backward_end_origin origin)
+                                  pl_end_origin origin)
 {
     backward_end_object *self =
         PyObject_New(backward_end_object, state->backward_end_type);
@@ -98,9 +165,10 @@ static PyObject *backward_end_new(const module_state *state, reducer_object *red
     self->reducer = (reducer_object *)Py_NewRef((PyObject *)reducer);
     self->origin = origin;
     self->phase = END_QUEUED;
-    self->step = pl_reducer_step(reducer->reducer);
+    self->step = 0;
     self->handled = NULL;
-    if (reducer->engine == ENGINE_COMPILED) {
+    if (reducer->settings.is_compiled) {
+        self->step = pl_step_look(reducer->step).number;
         PyObject *handled = find_exception();
         self->handled = handled; /* compared, never read */
         Py_XDECREF(handled);
@@ -119,12 +187,12 @@ static int read_backward(reducer_object *self)
     Py_XDECREF(task);
     if (PyErr_Occurred() != NULL)
         return -1;
-    self->engine = is_compiled ? ENGINE_COMPILED : ENGINE_CALLS_BACK;
+    self->settings.is_compiled = (char)is_compiled;
     self->task = number;
     return 0;
 }
 
-static int queue(reducer_object *self, backward_end_origin origin)
+static int queue(reducer_object *self, pl_end_origin origin)
 {
     const module_state *state = state_of_reducer(self);
     PyObject *callback = backward_end_new(state, self, origin);
@@ -134,31 +202,23 @@ static int queue(reducer_object *self, backward_end_origin origin)
     return pli_drop(result);
 }
 
-int pli_backward_end_queue(reducer_object *self, backward_end_origin origin)
+int pli_backward_end_queue(reducer_object *self, pl_end_origin origin)
 {
-    if (self->n_backward_ends > 0)
+    const int is_local = origin == PL_END_OF_LOCAL_OUTPUT;
+    if (!is_local)
+        self->thread = PyThread_get_thread_ident();
+    if (self->settings.n_ends > 0)
         return 0;
-    if (read_backward(self) != 0 || queue(self, origin) != 0)
+    if ((!is_local && read_backward(self) != 0) || queue(self, origin) != 0)
         return -1;
-    self->n_backward_ends++; /* only now: a refused object must not report a failure */
-    return 0;
-}
-
-int pli_backward_end_queue_local(reducer_object *self)
-{
-    /* If the backward also reaches a synchronised output, all of it is synchronised. */
-    if (self->n_backward_ends > 0 || self->sync.backward == SYNC_OFF)
-        return 0;
-    if (queue(self, QUEUED_BY_LOCAL_OUTPUT) != 0)
-        return -1;
-    self->sync.backward = SYNC_OFF;
+    self->settings.n_ends += !is_local; /* only now: a refused object reports nothing */
     return 0;
 }
 
 int pli_backward_end_await(const reducer_object *self)
 {
     const int is_threaded = pli_is_on_device(self) || self->context.all != NULL;
-    for (int n = 0; is_threaded && self->n_backward_ends > 0 && n < MOST_SLEEPS; n++) {
+    for (int n = 0; is_threaded && self->settings.n_ends > 0 && n < MOST_SLEEPS; n++) {
         Py_BEGIN_ALLOW_THREADS
         pli_sleep_ns(PLI_MS);
         Py_END_ALLOW_THREADS
@@ -166,6 +226,136 @@ int pli_backward_end_await(const reducer_object *self)
             return -1;
     }
     return 0;
+}
+
+/* ---- steps end ------------------------------------------------------------------ */
+
+static int is_active(const reducer_object *self)
+{
+    return self->step != NULL && pl_step_look(self->step).is_active;
+}
+
+/* An error that ends one wrapper's step has told of all worlds that have failed by then
+ * (those of wrappers that wait for one another): their next forwards meet the ranks. */
+static void notice_failures(const module_state *state)
+{
+    reducer_object *other = first_of(state->reducers);
+    for (; other != NULL; other = next_after(other))
+        if (other->step != NULL)
+            (void)!pl_step_notice_failure(other->step);
+}
+
+void pli_step_fail(reducer_object *self, const char *text)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    pl_step_fail(self->step, text);
+    Py_CLEAR(self->context.homes);
+    notice_failures(state_of_reducer(self));
+    PyErr_Restore(type, value, traceback);
+}
+
+void pli_step_fail_with_exception(reducer_object *self)
+{
+    pli_comm_hook_raise_refusal(self);
+    PyObject *text = pli_exception_words();
+    pli_step_fail(self, text != NULL ? PyUnicode_AsUTF8(text)
+                                     : "its backward could not be finished");
+    Py_XDECREF(text);
+}
+
+int pli_step_check(reducer_object *self, pl_status st)
+{
+    if (pli_check(state_of_reducer(self), st) == 0)
+        return 0;
+    if (is_active(self))
+        pli_step_fail_with_exception(self);
+    return -1;
+}
+
+static long context_of(const reducer_object *self)
+{
+    return self->context.all != NULL ? pl_step_look(self->step).context : PL_NO_CONTEXT;
+}
+
+/* Gets the homes of the gradients in the backward's context, if any.  Before this only
+ * arrivals are recorded; after it gradients are read and written at their homes. */
+static pl_status open_context(reducer_object *self)
+{
+    const long number = context_of(self);
+    if (number == PL_NO_CONTEXT || self->context.homes != NULL)
+        return PL_OK;
+    PyObject *sequence = PyObject_CallFunction(self->context.all, "l", number);
+    PyObject *homes = sequence != NULL ? PySequence_Tuple(sequence) : NULL;
+    Py_XDECREF(sequence);
+    if (homes != NULL && PyTuple_GET_SIZE(homes) != (Py_ssize_t)self->n_params) {
+        PyErr_Format(PyExc_ValueError, "contexts gave %R: give one per parameter (%zu)",
+                     homes, self->n_params);
+        Py_CLEAR(homes);
+    }
+    self->context.homes = homes;
+    return homes != NULL ? PL_OK : pli_callback_failed();
+}
+
+int pli_step_finish(reducer_object *self)
+{
+    pl_status st = open_context(self);
+    if (st == PL_OK)
+        st = pl_step_finish(self->step);
+    const int status = pli_step_check(self, st);
+    Py_CLEAR(self->context.homes);
+    return status;
+}
+
+static int close_step(reducer_object *self)
+{
+    const pl_status st = open_context(self);
+    return pli_step_check(self, st == PL_OK ? pl_step_close(self->step) : st);
+}
+
+/* Whether the engine's task, not the thread, identifies a backward.  A device has one
+ * thread for all backwards; torch.distributed.autograd may use several for one. */
+static int goes_by_task(const reducer_object *self)
+{
+    return pli_is_on_device(self) || context_of(self) != PL_NO_CONTEXT;
+}
+
+/* Whether `other`'s step belongs to the same backward as `self`'s, which ends in this
+ * thread.  On the CPU a backward and those nested in it run in one thread. */
+static int is_same_backward(const reducer_object *self, const reducer_object *other)
+{
+    if (other == self)
+        return 1;
+    if ((goes_by_task(self) || goes_by_task(other)) && self->task != -1)
+        return other->task == self->task;
+    return other->thread == PyThread_get_thread_ident();
+}
+
+/* Visits every reducer whose step, if it has one, ends with `self`'s, in the order of
+ * the list, until a visit fails.  The list may change meanwhile. */
+static int visit_backward(reducer_object *self, int (*visit)(reducer_object *))
+{
+    int status = 0;
+    reducer_object *other = first_of(state_of_reducer(self)->reducers);
+    for (; other != NULL; other = next_after(other))
+        if (status == 0 && other->step != NULL && is_same_backward(self, other))
+            status = visit(other);
+    return status;
+}
+
+/* Ends this thread's outermost backward.  First posts the rest of all its steps, since
+ * another rank may wait for them in another order.  Then finishes the steps in the
+ * order in which their reducers were made, so that all ranks issue later operations
+ * (second all-reduces, sparse rows) in one order. */
+static int finish_all(reducer_object *self)
+{
+    int status = visit_backward(self, close_step);
+    if (status == 0)
+        status = visit_backward(self, pli_step_finish);
+    /* Other steps fail as the engine drops their callbacks.  It has called `self`'s. */
+    if (status != 0 && is_active(self))
+        pli_step_fail(self, NULL);
+    return status;
 }
 
 /* ---- called --------------------------------------------------------------------- */
@@ -176,7 +366,7 @@ static int requeue_outside(reducer_object *reducer, PyObject *node)
 {
     const module_state *state = state_of_reducer(reducer);
     backward_end_object *outer =
-        (backward_end_object *)backward_end_new(state, reducer, QUEUED_BY_PARAMETER);
+        (backward_end_object *)backward_end_new(state, reducer, PL_END_OF_PARAMETER);
     if (outer == NULL)
         return -1;
     outer->phase = END_ON_OUTER_NODE;
@@ -192,9 +382,7 @@ static int requeue_outside(reducer_object *reducer, PyObject *node)
 static int on_backward_end(const backward_end_object *self)
 {
     reducer_object *reducer = self->reducer;
-    reducer->n_backward_ends--;
-    if (!pl_reducer_is_active(reducer->reducer))
-        return 0;
+    reducer->settings.n_ends--;
     PyObject *node = PyObject_CallNoArgs(state_of((PyObject *)self)->current_node);
     if (node == NULL)
         return -1;
@@ -202,10 +390,10 @@ static int on_backward_end(const backward_end_object *self)
      * even inside another backward (if the wrapper itself is checkpointed). */
     int status = 0;
     if (node == Py_None)
-        status = pli_step_finish_all(reducer);
-    else if (self->origin == QUEUED_BY_OUTPUT)
+        status = finish_all(reducer);
+    else if (self->origin == PL_END_OF_OUTPUT)
         status = pli_step_finish(reducer);
-    else
+    else if (is_active(reducer))
         status = requeue_outside(reducer, node);
     Py_DECREF(node);
     return status;
@@ -214,9 +402,9 @@ static int on_backward_end(const backward_end_object *self)
 static int on_node_end(const backward_end_object *self)
 {
     reducer_object *reducer = self->reducer;
-    if (!pl_reducer_is_active(reducer->reducer))
+    if (!is_active(reducer))
         return 0;
-    return pli_backward_end_queue(reducer, QUEUED_BY_PARAMETER);
+    return pli_backward_end_queue(reducer, PL_END_OF_PARAMETER);
 }
 
 static PyObject *backward_end_call(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -227,8 +415,8 @@ static PyObject *backward_end_call(PyObject *object, PyObject *args, PyObject *k
     (void)args; /* torch passes gradients to a node's hook */
     (void)kwargs;
     self->phase = END_CALLED;
-    if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
-        self->reducer->sync.backward = SYNC_ON;
+    if (self->origin == PL_END_OF_LOCAL_OUTPUT) {
+        pl_step_end_local(self->reducer->step);
         Py_RETURN_NONE;
     }
     if ((phase == END_QUEUED && on_backward_end(self) != 0) ||
@@ -344,8 +532,8 @@ static int finish_compiled(void *context)
     Py_XDECREF(exception);
     if (has_failed)
         report_failure(reducer);
-    else if (pl_reducer_is_active(reducer->reducer))
-        status = pli_step_finish_all(reducer);
+    else if (is_active(reducer))
+        status = finish_all(reducer);
     free_pending(self);
     return status;
 }
@@ -354,8 +542,7 @@ static int finish_compiled(void *context)
 static void end_compiled(const backward_end_object *self)
 {
     reducer_object *reducer = self->reducer;
-    if (!pl_reducer_is_active(reducer->reducer) &&
-        pl_reducer_step(reducer->reducer) != self->step)
+    if (!is_active(reducer) && pl_step_look(reducer->step).number != self->step)
         return; /* the last hook has finished that step */
     if (is_main_thread() && call_soon(finish_compiled, reducer, self->handled) == 0)
         return;
@@ -367,19 +554,18 @@ static void end_compiled(const backward_end_object *self)
 static void drop(const backward_end_object *self)
 {
     PLI_ENTER(self);
-    if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
+    if (self->origin == PL_END_OF_LOCAL_OUTPUT) {
         /* If called, it did that; another thread may run the next forward by now. */
         if (self->phase == END_QUEUED)
-            self->reducer->sync.backward = SYNC_ON;
-    } else if (self->phase == END_QUEUED && self->reducer->n_backward_ends > 0) {
-        if (self->reducer->engine == ENGINE_COMPILED)
+            pl_step_end_local(self->reducer->step);
+    } else if (self->phase == END_QUEUED && self->reducer->settings.n_ends > 0) {
+        if (self->reducer->settings.is_compiled)
             end_compiled(self);
         else
             report_failure(self->reducer);
         /* Last: the next forward waits for this, and the report may let it run. */
-        self->reducer->n_backward_ends--;
-    } else if (self->phase == END_ON_OUTER_NODE &&
-               pl_reducer_is_active(self->reducer->reducer)) {
+        self->reducer->settings.n_ends--;
+    } else if (self->phase == END_ON_OUTER_NODE && is_active(self->reducer)) {
         report_failure(self->reducer);
     }
 }

@@ -1,27 +1,40 @@
-/* backward_end_type.h - run code when a backward ends. */
+/* backward_end_type.h - live reducers, and how their steps end with a backward. */
 #ifndef PLI_BACKWARD_END_TYPE_H
 #define PLI_BACKWARD_END_TYPE_H
 
 #include "reducer_object.h"
 
-/* What queues a callback.  The backward in which an output's hook runs holds the whole
- * graph of that forward; a parameter's hook may run in a backward inside that one. */
-typedef enum backward_end_origin {
-    QUEUED_BY_OUTPUT,
-    QUEUED_BY_PARAMETER,
-    QUEUED_BY_LOCAL_OUTPUT, /* of a backward that is not synchronised */
-} backward_end_origin;
+/* Puts a new reducer at the end of the module's list of live ones; 0 or -1. */
+int pli_reducers_enter(module_state *state, reducer_object *self);
+
+/* Takes it out, if it is there. */
+void pli_reducers_leave(module_state *state, reducer_object *self);
+
+/* A new reference to a reducer found by a borrowed pointer; NULL if another thread
+ * dropped its last reference and now waits for the lock to leave. */
+reducer_object *pli_reducer_ref(reducer_object *self);
 
 /* Makes the engine call us when this backward ends, unless that is queued already. */
-int pli_backward_end_queue(reducer_object *self, backward_end_origin origin);
-
-/* The backward of a forward that is not synchronised begins: do not synchronise it. */
-int pli_backward_end_queue_local(reducer_object *self);
+int pli_backward_end_queue(reducer_object *self, pl_end_origin origin);
 
 /* On a GPU, and with RPC: waits up to a second until no callback is queued.  If a
  * backward fails in a thread of torch, the caller sees the exception possibly before
  * that thread has dropped its callbacks.  Must not be called inside a backward. */
 int pli_backward_end_await(const reducer_object *self);
+
+/* Finishes a step. */
+int pli_step_finish(reducer_object *self);
+
+/* Raises the exception of a failed status; if a step is under way, fails that with the
+ * exception's text.  0, or -1. */
+int pli_step_check(reducer_object *self, pl_status st);
+
+/* The step failed here: sends the text to the peers.  Leaves an exception that is set
+ * unchanged. */
+void pli_step_fail(reducer_object *self, const char *text);
+
+/* pli_step_fail() with the text of the exception that is set. */
+void pli_step_fail_with_exception(reducer_object *self);
 
 /* unwound_keeper(kept) -> callable, of the module */
 PyObject *pli_unwound_keeper(PyObject *module, PyObject *kept);

@@ -1,20 +1,13 @@
 /* reducer_type.c - paceline._native.Reducer: its arguments, construction, methods and
- * attributes; and the module's list of live reducers. */
+ * attributes. */
 #include <stddef.h>
-#include <unistd.h>
 
 #include "backward_end_type.h"
 #include "comm_hook.h"
 #include "core/alloc.h"
-#include "forwards.h"
-#include "gpu_step.h"
 #include "hook_type.h"
-#include "module_buffers.h"
-#include "reducer/sparse_exchange.h"
-#include "step.h"
+#include "torch_step.h"
 #include <structmember.h>
-
-enum { MOST_RETAINED_BYTES = 64 << 20 };
 
 /* A Reducer's arguments as Python passes them; all sizes are in bytes. */
 typedef struct reducer_args {
@@ -32,72 +25,19 @@ typedef struct reducer_args {
 
 /* The parts made from the arguments. */
 typedef struct reducer_parts {
-    grad_slot *slots; /* for free_slots() */
-    size_t n_slots;
-    grad_buffer *buffers; /* for free_buffers() */
+    reducer_param *params; /* for free_params() */
+    size_t n_params;
+    reducer_buffer *buffers; /* for free_buffers() */
     size_t n_buffers;
-    pl_reducer_spec spec; /* for free_spec() */
+    pli_layout **layouts;
+    unsigned char *is_sparse;
+    size_t *buffer_bytes;
+    pl_step_spec spec; /* reads all of these */
 } reducer_parts;
 
 static reducer_object *reducer_of(PyObject *object)
 {
     return (reducer_object *)object;
-}
-
-/* ---- the list of live reducers -------------------------------------------------- */
-
-/* Reducers enter the module's list when they are made, and leave it when they end; it
- * owns none.  The order of construction is that in which the steps of one backward
- * finish, and in which most ranks take the shadow steps of several wrappers.
- *
- * With a GIL no thread finds a reducer that has lost its last reference.  Without a GIL
- * a thread may; the weak reference that each reducer has to itself then shows the loss.
- */
-
-/* Puts a new reducer at the end of the list; 0 or -1. */
-static int enter_list(module_state *state, reducer_object *self)
-{
-    reducer_object **link = &state->reducers;
-#ifdef Py_GIL_DISABLED
-    self->weak_self = PyWeakref_NewRef((PyObject *)self, NULL);
-    if (self->weak_self == NULL)
-        return -1;
-#endif
-    while (*link != NULL)
-        link = &(*link)->next;
-    *link = self;
-    return 0;
-}
-
-/* Takes a reducer out of the list, if it is in it. */
-static void leave_list(module_state *state, reducer_object *self)
-{
-    PLI_ENTER(self);
-    reducer_object **link = &state->reducers;
-    while (*link != NULL && *link != self)
-        link = &(*link)->next;
-    if (*link != NULL)
-        *link = self->next;
-}
-
-reducer_object *pli_reducer_ref(reducer_object *self)
-{
-#ifdef Py_GIL_DISABLED
-    PyObject *object = NULL;
-    if (PyWeakref_GetRef(self->weak_self, &object) < 0)
-        PyErr_Clear(); /* set only if weak_self is no weak reference */
-    return (reducer_object *)object;
-#else
-    return (reducer_object *)Py_NewRef((PyObject *)self);
-#endif
-}
-
-reducer_object *pli_reducers_first(reducer_object *list)
-{
-    reducer_object *found = NULL;
-    for (; list != NULL && found == NULL; list = list->next)
-        found = pli_reducer_ref(list);
-    return found;
 }
 
 /* ---- arguments ------------------------------------------------------------------ */
@@ -141,7 +81,7 @@ int pli_read_caps(const module_state *state, Py_ssize_t bucket_bytes,
 }
 
 static int read_param(const module_state *state, dl_device place, size_t i,
-                      PyObject *param, grad_slot *slot)
+                      PyObject *param, pli_layout **out)
 {
     pli_tensor tensor;
     char what[40];
@@ -151,8 +91,7 @@ static int read_param(const module_state *state, dl_device place, size_t i,
     if (!pli_layout_is_dense(&tensor.layout))
         pli_layout_make_row_major(&tensor.layout);
     tensor.layout.is_lazy = 0; /* the slot is not lazy */
-    slot->param = Py_NewRef(param);
-    return pli_check(state, pli_layout_copy(&tensor.layout, &slot->layout));
+    return pli_check(state, pli_layout_copy(&tensor.layout, out));
 }
 
 static int read_params(const module_state *state, dl_device place, PyObject *params,
@@ -161,19 +100,24 @@ static int read_params(const module_state *state, dl_device place, PyObject *par
     const size_t n = (size_t)PyList_GET_SIZE(params);
     if (n == 0)
         return pli_error(PyExc_ValueError, "params is empty: give at least one tensor");
-    if (pli_check(state, pli_calloc(n, sizeof *out->slots, "gradients", &out->slots)) !=
-        0)
+    if (pli_check(state,
+                  pli_calloc(n, sizeof *out->params, "parameters", &out->params)) != 0)
         return -1;
-    out->n_slots = n;
-    for (size_t i = 0; i < n; i++)
-        if (read_param(state, place, i, PyList_GET_ITEM(params, (Py_ssize_t)i),
-                       &out->slots[i]) != 0)
+    out->n_params = n;
+    if (pli_check(state,
+                  pli_calloc(n, sizeof *out->layouts, "gradients", &out->layouts)) != 0)
+        return -1;
+    for (size_t i = 0; i < n; i++) {
+        PyObject *param = PyList_GET_ITEM(params, (Py_ssize_t)i);
+        if (read_param(state, place, i, param, &out->layouts[i]) != 0)
             return -1;
+        out->params[i].param = Py_NewRef(param);
+    }
     return 0;
 }
 
 static int read_buffer(const module_state *state, dl_device place, PyObject *pair,
-                       size_t offset, grad_buffer *out)
+                       reducer_buffer *out, size_t *n_bytes)
 {
     PyObject *owner, *name;
     pli_tensor tensor;
@@ -193,118 +137,100 @@ static int read_buffer(const module_state *state, dl_device place, PyObject *pai
     }
     if (pli_tensor_read_on(state, place, object, "a buffer", &tensor) != 0)
         return -1;
-    *out = (grad_buffer){.owner = Py_NewRef(owner),
-                         .name = Py_NewRef(name),
-                         .offset = offset,
-                         .n_bytes = pli_layout_bytes(&tensor.layout)};
+    *out = (reducer_buffer){.owner = Py_NewRef(owner), .name = Py_NewRef(name)};
+    *n_bytes = pli_layout_bytes(&tensor.layout);
     return 0;
 }
 
 static int read_buffers(const module_state *state, dl_device place, PyObject *buffers,
                         reducer_parts *out)
 {
-    const Py_ssize_t n = PyList_GET_SIZE(buffers);
-    if (pli_check(state, pli_calloc((size_t)n, sizeof *out->buffers, "buffers",
-                                    &out->buffers)) != 0)
+    const size_t n = (size_t)PyList_GET_SIZE(buffers);
+    if (pli_check(state,
+                  pli_calloc(n, sizeof *out->buffers, "buffers", &out->buffers)) != 0 ||
+        pli_check(state, pli_calloc(n, sizeof *out->buffer_bytes, "buffers",
+                                    &out->buffer_bytes)) != 0)
         return -1;
-    for (Py_ssize_t b = 0; b < n; b++) {
-        grad_buffer *buffer = &out->buffers[b];
-        if (read_buffer(state, place, PyList_GET_ITEM(buffers, b),
-                        out->spec.extra_bytes, buffer) != 0)
+    for (size_t b = 0; b < n; b++, out->n_buffers++)
+        if (read_buffer(state, place, PyList_GET_ITEM(buffers, (Py_ssize_t)b),
+                        &out->buffers[b], &out->buffer_bytes[b]) != 0)
             return -1;
-        out->spec.extra_bytes +=
-            (buffer->n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
-        out->n_buffers++;
-    }
     return 0;
 }
 
-static int read_sparse(const reducer_args *args, reducer_parts *out)
+/* On a GPU, gradients declared sparse are reduced as dense ones. */
+static int read_sparse(const module_state *state, const reducer_args *args,
+                       reducer_parts *out)
 {
     const Py_ssize_t n = args->sparse != NULL ? PyList_GET_SIZE(args->sparse) : 0;
+    if (!args->is_on_device &&
+        pli_check(state, pli_calloc(out->n_params, 1, "gradients", &out->is_sparse)) !=
+            0)
+        return -1;
     for (Py_ssize_t k = 0; k < n; k++) {
         const Py_ssize_t i = PyLong_AsSsize_t(PyList_GET_ITEM(args->sparse, k));
         if (i == -1 && PyErr_Occurred())
             return -1;
-        if (i < 0 || (size_t)i >= out->n_slots || out->slots[i].layout->n_dims == 0)
+        if (i < 0 || (size_t)i >= out->n_params || out->layouts[i]->n_dims == 0)
             return pli_error(PyExc_ValueError,
                              "sparse has %zd: give indices of params that have rows",
                              i);
-        if (!args->is_on_device)
-            out->slots[i].policy = POLICY_SPARSE;
+        if (out->is_sparse != NULL)
+            out->is_sparse[i] = 1;
     }
     return 0;
 }
 
-static void free_slots(grad_slot *slots, size_t n_slots)
+static void free_params(reducer_param *params, size_t n_params)
 {
-    for (size_t i = 0; slots != NULL && i < n_slots; i++) {
-        Py_XDECREF(slots[i].param);
-        Py_XDECREF(slots[i].hook);
-        Py_XDECREF(slots[i].handle);
-        Py_XDECREF(slots[i].hooks);
-        Py_XDECREF(slots[i].target);
-        Py_XDECREF(slots[i].late);
-        Py_XDECREF(slots[i].retained);
-        Py_XDECREF(slots[i].saved);
-        pli_free(slots[i].layout);
+    for (size_t i = 0; params != NULL && i < n_params; i++) {
+        Py_XDECREF(params[i].param);
+        Py_XDECREF(params[i].hook);
+        Py_XDECREF(params[i].handle);
+        Py_XDECREF(params[i].hooks);
     }
-    pli_free(slots);
+    pli_free(params);
 }
 
-static void free_buffers(grad_buffer *buffers, size_t n_buffers)
+static void free_buffers(reducer_buffer *buffers, size_t n_buffers)
 {
     for (size_t b = 0; buffers != NULL && b < n_buffers; b++) {
-        Py_XDECREF(buffers[b].seen);
         Py_XDECREF(buffers[b].owner);
         Py_XDECREF(buffers[b].name);
     }
     pli_free(buffers);
 }
 
-static int make_spec(const module_state *state, const reducer_args *args,
-                     reducer_parts *out)
-{
-    pl_param *params = NULL;
-    pl_reducer_spec *spec = &out->spec;
-    if (pli_check(state,
-                  pli_calloc(out->n_slots, sizeof *params, "parameters", &params)) != 0)
-        return -1;
-    spec->params = params;
-    spec->n_params = out->n_slots;
-    spec->world_size = args->world_size;
-    for (size_t i = 0; i < out->n_slots; i++) {
-        const grad_slot *slot = &out->slots[i];
-        const int is_sparse = slot->policy == POLICY_SPARSE;
-        params[i] = (pl_param){.n_elems = is_sparse ? 0 : slot->layout->n_elems,
-                               .dtype = slot->layout->dtype};
-        if (is_sparse)
-            spec->staging_bytes = PLI_EXCHANGE_BYTES;
-    }
-    if (check_sizes(args->bucket_bytes, args->last_bytes, args->view_bytes) != 0)
-        return -1;
-    return pli_read_caps(state, args->bucket_bytes, args->last_bytes, args->caps,
-                         &spec->caps);
-}
-
-/* Reads all but the world; free *out after a failure too.  On a GPU, gradients declared
- * sparse are reduced as dense ones. */
+/* Reads all but the world; free *out after a failure too. */
 static int read_parts(const module_state *state, dl_device place,
                       const reducer_args *args, reducer_parts *out)
 {
-    *out = (reducer_parts){.n_slots = 0};
-    return read_params(state, place, args->params, out) != 0 ||
-                   read_sparse(args, out) != 0 ||
-                   read_buffers(state, place, args->buffers, out) != 0 ||
-                   make_spec(state, args, out) != 0
-               ? -1
-               : 0;
+    *out = (reducer_parts){.n_params = 0};
+    if (read_params(state, place, args->params, out) != 0 ||
+        read_sparse(state, args, out) != 0 ||
+        read_buffers(state, place, args->buffers, out) != 0 ||
+        check_sizes(args->bucket_bytes, args->last_bytes, args->view_bytes) != 0)
+        return -1;
+    out->spec = (pl_step_spec){.layouts = out->layouts,
+                               .is_sparse = out->is_sparse,
+                               .n_params = out->n_params,
+                               .buffer_bytes = out->buffer_bytes,
+                               .n_buffers = out->n_buffers,
+                               .view_bytes = (size_t)args->view_bytes,
+                               .world_size = args->world_size};
+    return pli_read_caps(state, args->bucket_bytes, args->last_bytes, args->caps,
+                         &out->spec.caps);
 }
 
-static void free_spec(pl_reducer_spec *spec)
+/* Frees what only the spec reads. */
+static void free_spec(reducer_parts *parts)
 {
-    pli_free((void *)spec->params);
-    pli_free((void *)spec->caps.each);
+    for (size_t i = 0; parts->layouts != NULL && i < parts->n_params; i++)
+        pli_free(parts->layouts[i]);
+    pli_free(parts->layouts);
+    pli_free(parts->is_sparse);
+    pli_free(parts->buffer_bytes);
+    pli_free((void *)parts->spec.caps.each);
 }
 
 PyObject *pli_measure(PyObject *module, PyObject *args)
@@ -315,6 +241,7 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
     PyObject *device = Py_None;
     dl_device place = {.type = DL_CPU};
     reducer_parts parts;
+    pl_step_size size;
     PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "O!O!nn|O!Oi:measure", &PyList_Type, &read.params,
                           &PyList_Type, &read.buffers, &read.bucket_bytes,
@@ -326,50 +253,45 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
     read.is_on_device = device != Py_None;
     if (read.is_on_device)
         place = ((gpu_object *)device)->place;
-    if (read_parts(state, place, &read, &parts) == 0)
-        result = Py_BuildValue("nnn", (Py_ssize_t)pl_reducer_arena_bytes(&parts.spec),
-                               (Py_ssize_t)pl_reducer_max_ops(&parts.spec),
-                               (Py_ssize_t)pl_reducer_header_bytes(&parts.spec));
-    free_slots(parts.slots, parts.n_slots);
+    if (read_parts(state, place, &read, &parts) == 0 &&
+        pli_check(state, pl_step_measure(&parts.spec, &size)) == 0)
+        result = Py_BuildValue("nnn", (Py_ssize_t)size.arena_bytes,
+                               (Py_ssize_t)size.n_ops, (Py_ssize_t)size.header_bytes);
+    free_spec(&parts);
+    free_params(parts.params, parts.n_params);
     free_buffers(parts.buffers, parts.n_buffers);
-    free_spec(&parts.spec);
     return result;
 }
 
-/* ---- slots, buffers, backend and hooks ------------------------------------------ */
+/* ---- backend, step and hooks ---------------------------------------------------- */
 
 static int register_hook(const module_state *state, reducer_object *self, size_t i)
 {
-    grad_slot *slot = &self->slots[i];
-    slot->hook = pli_hook_new(state, self, i);
-    PyObject *function = slot->hook != NULL ? pli_hook_function(slot->hook) : NULL;
+    reducer_param *param = &self->params[i];
+    param->hook = pli_hook_new(state, self, i);
+    PyObject *function = param->hook != NULL ? pli_hook_function(param->hook) : NULL;
     if (function == NULL)
         return -1;
-    slot->handle = PyObject_CallMethod(
-        slot->param, "register_post_accumulate_grad_hook", "O", function);
+    param->handle = PyObject_CallMethod(
+        param->param, "register_post_accumulate_grad_hook", "O", function);
     Py_DECREF(function);
-    if (slot->handle == NULL)
+    if (param->handle == NULL)
         return -1;
-    slot->hooks = PyObject_GetAttrString(slot->param, "_post_accumulate_grad_hooks");
-    if (slot->hooks == NULL || !PyDict_Check(slot->hooks)) {
-        Py_CLEAR(slot->hooks);
+    param->hooks = PyObject_GetAttrString(param->param, "_post_accumulate_grad_hooks");
+    if (param->hooks == NULL || !PyDict_Check(param->hooks)) {
+        Py_CLEAR(param->hooks);
         PyErr_Clear();
         return 0;
     }
     /* torch.utils.swap_tensors keeps this dict, but moves away the C++ hook that calls
      * it: then added hooks run only after the dict is set again. */
-    return PyObject_SetAttrString(slot->param, "_post_accumulate_grad_hooks",
-                                  slot->hooks);
+    return PyObject_SetAttrString(param->param, "_post_accumulate_grad_hooks",
+                                  param->hooks);
 }
 
 /* Makes the backend that moves the gradients; for pli_backend_destroy(). */
 static int make_backend(const module_state *state, reducer_object *self)
 {
-    const size_t n_most =
-        self->n_slots > self->buffers.n ? self->n_slots : self->buffers.n;
-    if (pli_check(state, pli_calloc(n_most, sizeof *self->device.copies, "copies",
-                                    &self->device.copies)) != 0)
-        return -1;
     if (!pli_is_on_device(self))
         return pli_check(state, pli_cpu_backend_create(&self->backend));
     self->backend = self->device.gpu->backend;
@@ -377,59 +299,29 @@ static int make_backend(const module_state *state, reducer_object *self)
     return 0;
 }
 
-/* Whether to free copied gradients at the end of the step only.  If a large gradient at
- * the top of the heap is freed at once, malloc returns its memory to the kernel.  The
- * next layer then takes a page fault per page: for a ResNet 14,000 a step, a tenth of
- * its time.  Waiting keeps the heap as large as it is without data parallelism; the
- * cost in memory is bounded. */
-static int may_retain(const reducer_object *self)
-{
-    size_t n_bytes = 0;
-    for (size_t i = 0; i < self->n_slots; i++)
-        if (self->slots[i].policy == POLICY_VIEW)
-            n_bytes += pli_layout_bytes(self->slots[i].layout);
-    return n_bytes <= MOST_RETAINED_BYTES;
-}
-
-/* Every rank calls this at the same time. */
-static int prepare(reducer_object *self)
-{
-    if (!pli_is_on_device(self))
-        return 0;
-    if (pli_gpu_step_read_stream(self) != 0)
-        return -1;
-    return pli_call_reducer(self, pl_reducer_prepare);
-}
-
 /* Fills a new reducer and registers its hooks; -1 leaves the rest to its dealloc. */
 static int build(const module_state *state, reducer_object *self,
                  const reducer_args *args)
 {
     reducer_parts parts;
-    int status = -1;
     const int is_read = read_parts(state, self->device.place, args, &parts) == 0;
-    self->slots = parts.slots;
-    self->n_slots = parts.n_slots;
-    self->buffers.all = parts.buffers;
-    self->buffers.n = parts.n_buffers;
-    if (!is_read || make_backend(state, self) != 0 ||
-        pli_check(state, pl_reducer_create(&parts.spec, self->comm, self->backend,
-                                           &self->reducer)) != 0 ||
-        prepare(self) != 0)
-        goto done;
-    for (size_t i = 0; i < self->n_slots; i++) {
-        grad_slot *slot = &self->slots[i];
-        const size_t n_bytes = pli_layout_bytes(slot->layout);
-        if (slot->policy != POLICY_SPARSE && n_bytes > 0 &&
-            n_bytes >= (size_t)args->view_bytes)
-            slot->policy = POLICY_VIEW;
-        if (register_hook(state, self, i) != 0)
-            goto done;
-    }
-    self->options.retains_grads = (char)(!pli_is_on_device(self) && may_retain(self));
-    status = 0;
-done:
-    free_spec(&parts.spec);
+    self->params = parts.params;
+    self->n_params = parts.n_params;
+    self->buffers = parts.buffers;
+    self->n_buffers = parts.n_buffers;
+    parts.spec.grads = &pli_torch_grads;
+    parts.spec.host = &pli_torch_host;
+    parts.spec.settings = &self->settings;
+    parts.spec.context = self;
+    int status = -1;
+    if (is_read && make_backend(state, self) == 0)
+        status = pli_check(
+            state, pl_step_create(&parts.spec, self->comm, self->backend, &self->step));
+    free_spec(&parts);
+    if (status == 0)
+        status = pli_check(state, pl_step_prepare(self->step));
+    for (size_t i = 0; status == 0 && i < self->n_params; i++)
+        status = register_hook(state, self, i);
     return status;
 }
 
@@ -453,7 +345,7 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    if (enter_list(state, self) != 0) {
+    if (pli_reducers_enter(state, self) != 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -464,11 +356,7 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->device.place =
         pli_is_on_device(self) ? self->device.gpu->place : (dl_device){.type = DL_CPU};
     self->task = -1;
-    self->context.task = NO_CONTEXT;
-    self->sync.is_on = 1;
-    self->sync.backward = SYNC_ON;
-    self->role = PL_ACTIVE;
-    self->owner_pid = getpid();
+    self->settings.is_on = 1;
     read.is_on_device = pli_is_on_device(self);
     if (build(state, self, &read) != 0)
         Py_CLEAR(self);
@@ -479,53 +367,61 @@ static void remove_hooks(reducer_object *self)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++) {
-        if (self->slots[i].hook != NULL)
-            pli_hook_detach(self->slots[i].hook);
-        if (self->slots[i].handle == NULL)
+    for (size_t i = 0; i < self->n_params; i++) {
+        if (self->params[i].hook != NULL)
+            pli_hook_detach(self->params[i].hook);
+        if (self->params[i].handle == NULL)
             continue;
-        if (pli_drop(PyObject_CallMethod(self->slots[i].handle, "remove", NULL)) != 0)
+        if (pli_drop(PyObject_CallMethod(self->params[i].handle, "remove", NULL)) != 0)
             PyErr_Clear(); /* at interpreter exit: the hook does nothing anyway */
-        Py_CLEAR(self->slots[i].handle);
+        Py_CLEAR(self->params[i].handle);
     }
     PyErr_Restore(type, value, traceback);
+}
+
+typedef struct visitor {
+    visitproc visit;
+    void *arg;
+} visitor;
+
+static int visit_grad(pl_grad *grad, void *argument)
+{
+    const visitor *self = argument;
+    return self->visit((PyObject *)grad, self->arg);
 }
 
 static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
 {
     const reducer_object *self = reducer_of(object);
+    visitor each = {.visit = visit, .arg = arg};
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->world);
     Py_VISIT(self->on_finish);
     Py_VISIT(self->comm_hook);
     Py_VISIT(self->context.all);
     Py_VISIT(self->context.homes);
-    for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++) {
-        Py_VISIT(self->slots[i].param);
-        Py_VISIT(self->slots[i].hooks);
-        Py_VISIT(self->slots[i].handle);
-        Py_VISIT(self->slots[i].target);
-        Py_VISIT(self->slots[i].late);
-        Py_VISIT(self->slots[i].retained);
-        Py_VISIT(self->slots[i].saved);
+    for (size_t i = 0; i < self->n_params; i++) {
+        Py_VISIT(self->params[i].param);
+        Py_VISIT(self->params[i].hooks);
+        Py_VISIT(self->params[i].handle);
     }
-    for (size_t b = 0; self->buffers.all != NULL && b < self->buffers.n; b++) {
-        Py_VISIT(self->buffers.all[b].owner);
-        Py_VISIT(self->buffers.all[b].seen);
-    }
-    return 0;
+    for (size_t b = 0; b < self->n_buffers; b++)
+        Py_VISIT(self->buffers[b].owner);
+    return self->step != NULL ? pl_step_visit(self->step, visit_grad, &each) : 0;
 }
 
 static int reducer_clear(PyObject *object)
 {
     reducer_object *self = reducer_of(object);
     remove_hooks(self);
-    free_slots(self->slots, self->n_slots);
-    self->slots = NULL;
-    self->n_slots = 0;
-    free_buffers(self->buffers.all, self->buffers.n);
-    self->buffers.all = NULL;
-    self->buffers.n = 0;
+    if (self->step != NULL)
+        pl_step_drop(self->step);
+    const size_t n_params = self->n_params, n_buffers = self->n_buffers;
+    self->n_params = self->n_buffers = 0;
+    free_params(self->params, n_params);
+    self->params = NULL;
+    free_buffers(self->buffers, n_buffers);
+    self->buffers = NULL;
     Py_CLEAR(self->on_finish);
     Py_CLEAR(self->comm_hook);
     Py_CLEAR(self->context.all);
@@ -537,33 +433,35 @@ static int reducer_clear(PyObject *object)
 static void detach_hooks(const reducer_object *self)
 {
     PLI_ENTER(self);
-    for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++)
-        if (self->slots[i].hook != NULL)
-            pli_hook_detach(self->slots[i].hook);
+    for (size_t i = 0; i < self->n_params; i++)
+        if (self->params[i].hook != NULL)
+            pli_hook_detach(self->params[i].hook);
 }
 
 static void reducer_dealloc(PyObject *object)
 {
     reducer_object *self = reducer_of(object);
     detach_hooks(self);
-    leave_list(state_of(object), self);
+    pli_reducers_leave(state_of(object), self);
     PyObject_GC_UnTrack(object);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs(object);
     Py_CLEAR(self->weak_self);
     (void)reducer_clear(object);
-    pl_reducer_destroy(self->reducer);
-    pli_window_release(self->window);
-    if (self->device.captured != NULL)
-        self->device.captured->release(self->device.captured);
+    pl_step_destroy(self->step);
     pli_backend_destroy(self->backend);
-    pli_free(self->device.copies);
     Py_CLEAR(self->world); /* last: the rest lives in its memory */
     pli_object_free(object);
 }
 
-/* ---- methods -------------------------------------------------------------------- */
+/* ---- forwards ------------------------------------------------------------------- */
 
+static PyObject *none_of(PyObject *object, pl_status st)
+{
+    return pli_none(pli_check(state_of(object), st));
+}
+
+/* A forward inside a backward is a checkpoint's recomputation: ignore it. */
 static int is_in_backward(const module_state *state)
 {
     PyObject *node = PyObject_CallNoArgs(state->current_node);
@@ -573,55 +471,35 @@ static int is_in_backward(const module_state *state)
     return is_inside;
 }
 
+static pl_forward_mode mode_of(int is_training)
+{
+    return is_training ? PL_TRAINS : PL_EVALUATES;
+}
+
 static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
-    const module_state *state = state_of(object);
     (void)ignored;
-    /* A forward inside a backward is a checkpoint's recomputation: ignore it. */
-    if (is_in_backward(state))
+    if (is_in_backward(state_of(object)))
         Py_RETURN_NONE;
-    if (pli_step_check_process(self) != 0 || pli_backward_end_await(self) != 0)
+    if (pli_backward_end_await(self) != 0)
         return NULL;
-    if (pl_reducer_is_active(self->reducer)) {
-        /* The optimizer has run since, on gradients that were not averaged. */
-        pli_step_fail(self, "the end of the last backward was never seen");
-        return PyErr_Format(
-            PyExc_RuntimeError,
-            "the last backward's gradients were not averaged, since its end "
-            "was never seen: run the model's forward through the wrapper");
-    }
-    self->sync.backward = SYNC_ON;
-    if (pli_is_on_device(self) && pli_buffers_apply(self) != 0)
-        return NULL;
-    /* Drop an old exception, unless it failed a step: peers must still read it. */
-    if (!pl_reducer_has_failed(self->reducer))
-        pli_comm_set_failure_message(self->comm, NULL);
-    pli_comm_record_activity(self->comm, PL_FORWARD,
-                             pl_reducer_step(self->reducer) + 1);
-    Py_RETURN_NONE;
+    return pli_none(pli_step_check(self, pl_step_forward_begins(self->step)));
 }
 
 static PyObject *reducer_forward_ends(PyObject *object, PyObject *args)
 {
     PLI_ENTER(object);
-    reducer_object *self = reducer_of(object);
     uint64_t token = 0;
     int is_watched, is_training;
     if (!PyArg_ParseTuple(args, "pp:forward_ends", &is_watched, &is_training))
         return NULL;
-    if (!is_in_backward(state_of(object))) {
-        if (self->sync.is_on)
-            token =
-                pli_forwards_end(self, is_watched ? OUTPUTS_WATCHED : OUTPUTS_UNWATCHED,
-                                 is_training ? MODE_TRAINING : MODE_EVALUATION);
-        else if (!is_watched) /* no backward of it can be seen: await none */
-            self->forwards.n_over = self->forwards.n;
-    }
-    if (!pl_reducer_is_active(self->reducer))
-        pli_comm_record_activity(self->comm, PL_IDLE,
-                                 pl_reducer_step(self->reducer) + 1);
+    if (!is_in_backward(state_of(object)))
+        token =
+            pl_step_forward_ends(reducer_of(object)->step,
+                                 is_watched ? PL_OUTPUTS_WATCHED : PL_OUTPUTS_UNWATCHED,
+                                 mode_of(is_training));
     return PyLong_FromUnsignedLongLong(token);
 }
 
@@ -629,29 +507,136 @@ static PyObject *reducer_await_backward(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
     (void)ignored;
-    (void)pli_forwards_end(reducer_of(object), OUTPUTS_UNWATCHED, MODE_TRAINING);
+    pl_step_await_backward(reducer_of(object)->step);
     Py_RETURN_NONE;
 }
 
 static PyObject *reducer_forward_fails(PyObject *object, PyObject *argument)
 {
     PLI_ENTER(object);
-    reducer_object *self = reducer_of(object);
     const int is_training = PyObject_IsTrue(argument);
     if (is_training < 0)
         return NULL;
-    if (!self->sync.is_on || is_in_backward(state_of(object)) ||
-        getpid() != self->owner_pid)
-        Py_RETURN_NONE;
-    if (pl_reducer_has_failed(self->reducer)) {
-        pli_forwards_lose(self);
-        Py_RETURN_NONE;
-    }
-    if (pl_reducer_notice_failure(self->reducer) != PL_OK)
-        pli_forwards_fail_step(self);
-    pli_forwards_raise(self, is_training ? MODE_TRAINING : MODE_EVALUATION);
+    if (!is_in_backward(state_of(object)))
+        pl_step_forward_fails(reducer_of(object)->step, mode_of(is_training));
     Py_RETURN_NONE;
 }
+
+static PyObject *reducer_on_output(PyObject *object, PyObject *args)
+{
+    PLI_ENTER(object);
+    const reducer_object *self = reducer_of(object);
+    int is_synchronised;
+    unsigned long long token;
+    if (!PyArg_ParseTuple(args, "pK:on_output", &is_synchronised, &token))
+        return NULL;
+    if (self->attachment == DETACHED)
+        Py_RETURN_FALSE;
+    const pl_status st = pl_step_output(self->step, token, is_synchronised);
+    return st == PL_OK ? Py_NewRef(Py_True) : pli_raise(state_of(object), st);
+}
+
+static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
+{
+    PLI_ENTER(object);
+    (void)ignored;
+    return none_of(object, pl_step_apply_buffers(reducer_of(object)->step));
+}
+
+static PyObject *reducer_sync_buffers(PyObject *object, PyObject *ignored)
+{
+    PLI_ENTER(object);
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    if (self->n_buffers == 0 || is_in_backward(state_of(object)))
+        Py_RETURN_NONE;
+    if (pli_check(state_of(object), pl_step_sync_buffers(self->step)) == 0)
+        Py_RETURN_NONE;
+    if (!pl_step_look(self->step).has_failed)
+        pli_step_fail_with_exception(self);
+    pl_step_forward_raises(self->step, PL_TRAINS);
+    return NULL;
+}
+
+/* ---- gradients ------------------------------------------------------------------ */
+
+static PyObject *reducer_arrive_in_context(PyObject *object, PyObject *args)
+{
+    PLI_ENTER(object);
+    const reducer_object *self = reducer_of(object);
+    Py_ssize_t i;
+    long task;
+    if (!PyArg_ParseTuple(args, "nl:arrive_in_context", &i, &task))
+        return NULL;
+    if (i < 0 || (size_t)i >= self->n_params || task < 0 || self->context.all == NULL)
+        return PyErr_Format(PyExc_ValueError, "no parameter %zd, or no backward %ld", i,
+                            task);
+    if (self->attachment == DETACHED)
+        Py_RETURN_NONE;
+    return none_of(object, pl_step_take_in_context(self->step, (size_t)i, task));
+}
+
+static PyObject *reducer_get_unseen(PyObject *object, void *closure)
+{
+    PLI_ENTER(object);
+    const reducer_object *self = reducer_of(object);
+    (void)closure;
+    return PyBytes_FromStringAndSize((const char *)pl_step_look(self->step).unseen,
+                                     (Py_ssize_t)self->n_params);
+}
+
+static int write_flags(const reducer_object *self, PyObject *flags, unsigned char *out)
+{
+    if (flags == NULL || !PyBytes_Check(flags) ||
+        PyBytes_GET_SIZE(flags) != (Py_ssize_t)self->n_params)
+        return pli_error(PyExc_ValueError, "give %zu bytes, one a parameter",
+                         self->n_params);
+    memcpy(out, PyBytes_AS_STRING(flags), self->n_params);
+    return 0;
+}
+
+static int reducer_set_unseen(PyObject *object, PyObject *flags, void *closure)
+{
+    PLI_ENTER(object);
+    const reducer_object *self = reducer_of(object);
+    (void)closure;
+    return write_flags(self, flags, pl_step_look(self->step).unseen);
+}
+
+static int reducer_set_unused(PyObject *object, PyObject *flags, void *closure)
+{
+    PLI_ENTER(object);
+    const reducer_object *self = reducer_of(object);
+    (void)closure;
+    return write_flags(self, flags, pl_step_look(self->step).unused);
+}
+
+static PyObject *reducer_note_arrivals(PyObject *object, PyObject *is_on)
+{
+    PLI_ENTER(object);
+    reducer_object *self = reducer_of(object);
+    int64_t *arrivals = pl_step_look(self->step).arrived_ns;
+    PyObject *times = PyList_New((Py_ssize_t)self->n_params);
+    for (size_t i = 0; times != NULL && i < self->n_params; i++) {
+        pli_list_put(&times, (Py_ssize_t)i, PyLong_FromLongLong(arrivals[i]));
+        arrivals[i] = 0;
+    }
+    self->settings.notes_arrivals = (char)(is_on == Py_True);
+    return times;
+}
+
+static PyObject *reducer_detach(PyObject *object, PyObject *ignored)
+{
+    PLI_ENTER(object);
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    self->attachment = DETACHED;
+    remove_hooks(self);
+    Py_CLEAR(self->on_finish);
+    Py_RETURN_NONE;
+}
+
+/* ---- failures ------------------------------------------------------------------- */
 
 /* Raises why no reducer may follow this one, whose step has failed. */
 static PyObject *reducer_check_failure(PyObject *object, PyObject *ignored)
@@ -666,11 +651,7 @@ static PyObject *reducer_check_failure(PyObject *object, PyObject *ignored)
                             "autograd ran it outside of the main thread and left "
                             "parameters unused; run it in the main thread");
     }
-    pl_status st = pl_reducer_check_weights(self->reducer);
-    for (pl_comm *comm = self->comm; st == PL_OK && comm != NULL; comm = comm->base)
-        if (pli_comm_is_group_comm(comm)) /* peers may wait in it for this rank */
-            st = pl_comm_progress(comm);
-    return pli_none(pli_check(state_of(object), st));
+    return none_of(object, pl_step_check_failure(self->step));
 }
 
 static PyObject *reducer_follow(PyObject *object, PyObject *argument)
@@ -678,80 +659,70 @@ static PyObject *reducer_follow(PyObject *object, PyObject *argument)
     PLI_ENTER(object);
     if (!Py_IS_TYPE(argument, Py_TYPE(object)))
         return PyErr_Format(PyExc_TypeError, "failed is %R: give a Reducer", argument);
-    pl_reducer_follow(reducer_of(object)->reducer, reducer_of(argument)->reducer);
-    pli_forwards_follow(reducer_of(object), reducer_of(argument));
+    pl_step_follow(reducer_of(object)->step, reducer_of(argument)->step);
     Py_RETURN_NONE;
 }
 
-static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
-{
-    PLI_ENTER(object);
-    (void)ignored;
-    return pli_none(pli_buffers_apply(reducer_of(object)));
-}
-
-static PyObject *reducer_sync_buffers(PyObject *object, PyObject *ignored)
+static PyObject *reducer_abandon(PyObject *object, PyObject *argument)
 {
     PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
-    (void)ignored;
-    if (pli_is_on_device(self) || is_in_backward(state_of(object)))
-        Py_RETURN_NONE;
-    if (pli_buffers_sync(self) == 0)
-        Py_RETURN_NONE;
-    if (!pl_reducer_has_failed(self->reducer))
-        pli_step_fail_with_exception(self);
-    pli_forwards_raise(self, MODE_TRAINING);
-    return NULL;
-}
-
-static PyObject *reducer_detach(PyObject *object, PyObject *ignored)
-{
-    PLI_ENTER(object);
-    reducer_object *self = reducer_of(object);
-    (void)ignored;
-    self->attachment = DETACHED;
-    remove_hooks(self);
-    Py_CLEAR(self->on_finish);
+    const char *text = pli_text_of(argument);
+    if (text == NULL ||
+        pli_check(state_of(object), pl_step_check_process(self->step)) != 0)
+        return NULL;
+    if (!pl_step_look(self->step).has_failed)
+        pli_step_fail(self, text);
     Py_RETURN_NONE;
 }
 
-static PyObject *reducer_on_output(PyObject *object, PyObject *args)
+/* ---- ranks that ran out of batches ---------------------------------------------- */
+
+static PyObject *reducer_set_join(PyObject *object, PyObject *args)
+{
+    PLI_ENTER(object);
+    int divides_by_active = 0, raises = 0;
+    if (!PyArg_ParseTuple(args, "pp:set_join", &divides_by_active, &raises))
+        return NULL;
+    pl_step_set_join(reducer_of(object)->step,
+                     divides_by_active ? PL_BY_N_ACTIVE : PL_BY_WORLD_SIZE,
+                     raises ? PL_JOIN_RAISES : PL_JOIN_GOES_ON);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_shadow_step(PyObject *object, PyObject *args)
 {
     PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
-    int is_synchronised;
-    unsigned long long token;
-    if (!PyArg_ParseTuple(args, "pK:on_output", &is_synchronised, &token))
+    int is_first = 0, binds_results = 0;
+    if (!PyArg_ParseTuple(args, "pp:shadow_step", &is_first, &binds_results))
         return NULL;
-    if (self->attachment == DETACHED)
-        Py_RETURN_FALSE;
-    if (token > 0)
-        pli_forwards_answer(self, token);
-    if (!is_synchronised) {
-        if (pli_backward_end_queue_local(self) != 0)
-            return NULL;
-        Py_RETURN_TRUE;
-    }
-    self->sync.backward = SYNC_ON;
-    if (!self->sync.is_in_no_sync &&
-        pli_backward_end_queue(self, QUEUED_BY_OUTPUT) != 0)
+    if (pli_backward_end_await(self) != 0)
         return NULL;
-    Py_RETURN_TRUE;
+    self->thread = PyThread_get_thread_ident();
+    if (pli_step_check(
+            self, pl_step_shadow(self->step, is_first ? PL_JOINING : PL_SHADOWING,
+                                 binds_results ? PL_BINDS_RESULTS : PL_LEAVES_GRADS)) !=
+        0)
+        return NULL;
+    const pl_participation last = pl_step_look(self->step).participation;
+    return Py_BuildValue("ii", last.n_active, last.last_joining);
 }
+
+/* ---- attributes ----------------------------------------------------------------- */
 
 static PyObject *reducer_get_step(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
     (void)closure;
-    return PyLong_FromUnsignedLongLong(pl_reducer_step(reducer_of(object)->reducer));
+    return PyLong_FromUnsignedLongLong(pl_step_look(reducer_of(object)->step).number);
 }
 
 static PyObject *reducer_get_n_taken(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
     (void)closure;
-    return PyLong_FromUnsignedLongLong(pl_reducer_n_taken(reducer_of(object)->reducer));
+    return PyLong_FromUnsignedLongLong(pl_step_look(reducer_of(object)->step).n_taken);
 }
 
 /* A backward of another thread may be about to fail. */
@@ -760,10 +731,10 @@ static PyObject *reducer_get_has_failed(PyObject *object, void *closure)
     PLI_ENTER(object);
     const reducer_object *self = reducer_of(object);
     (void)closure;
-    if (self->n_backward_ends > 0 && !is_in_backward(state_of(object)) &&
+    if (self->settings.n_ends > 0 && !is_in_backward(state_of(object)) &&
         pli_backward_end_await(self) != 0)
         return NULL;
-    return PyBool_FromLong(pl_reducer_has_failed(self->reducer));
+    return PyBool_FromLong(pl_step_look(self->step).has_failed);
 }
 
 static PyObject *reducer_get_n_active(PyObject *object, void *closure)
@@ -771,21 +742,33 @@ static PyObject *reducer_get_n_active(PyObject *object, void *closure)
     PLI_ENTER(object);
     (void)closure;
     return PyLong_FromLong(
-        pl_reducer_participation(reducer_of(object)->reducer).n_active);
+        pl_step_look(reducer_of(object)->step).participation.n_active);
 }
 
 static PyObject *reducer_get_is_active(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
     (void)closure;
-    return PyBool_FromLong(pl_reducer_is_active(reducer_of(object)->reducer));
+    return PyBool_FromLong(pl_step_look(reducer_of(object)->step).is_active);
+}
+
+static PyObject *reducer_get_has_other_buffers(PyObject *object, void *closure)
+{
+    PLI_ENTER(object);
+    const reducer_object *self = reducer_of(object);
+    int has_others = 0;
+    (void)closure;
+    const pl_status st = self->n_buffers > 0
+                             ? pl_step_has_other_buffers(self->step, &has_others)
+                             : PL_OK;
+    return st == PL_OK ? PyBool_FromLong(has_others) : pli_raise(state_of(object), st);
 }
 
 /* [[parameter, ...], ...]: the current plan's buckets, in order. */
 static PyObject *reducer_get_buckets(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
-    const pl_plan *plan = pl_reducer_plan(reducer_of(object)->reducer);
+    const pl_plan *plan = pl_step_look(reducer_of(object)->step).plan;
     PyObject *buckets = PyList_New((Py_ssize_t)plan->n_buckets);
     (void)closure;
     for (size_t b = 0; buckets != NULL && b < plan->n_buckets; b++) {
@@ -804,27 +787,13 @@ static PyObject *reducer_get_ready_counts(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
     const reducer_object *self = reducer_of(object);
-    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_slots);
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_params);
     (void)closure;
-    for (size_t i = 0; bytes != NULL && i < self->n_slots; i++) {
-        const unsigned n = pl_reducer_ready_count(self->reducer, i);
+    for (size_t i = 0; bytes != NULL && i < self->n_params; i++) {
+        const unsigned n = pl_step_n_grads(self->step, i);
         PyBytes_AS_STRING(bytes)[i] = (char)(n < UINT8_MAX ? n : UINT8_MAX);
     }
     return bytes;
-}
-
-static PyObject *reducer_note_arrivals(PyObject *object, PyObject *is_on)
-{
-    PLI_ENTER(object);
-    reducer_object *self = reducer_of(object);
-    PyObject *times = PyList_New((Py_ssize_t)self->n_slots);
-    for (size_t i = 0; times != NULL && i < self->n_slots; i++) {
-        pli_list_put(&times, (Py_ssize_t)i,
-                     PyLong_FromLongLong(self->slots[i].arrived_ns));
-        self->slots[i].arrived_ns = 0;
-    }
-    self->options.notes_arrivals = (char)(is_on == Py_True);
-    return times;
 }
 
 static PyMethodDef reducer_methods[] = {
@@ -849,7 +818,7 @@ static PyMethodDef reducer_methods[] = {
      "on_output($self, is_synchronised, token, /)\n--\n\nThe backward of a forward "
      "begins. is_synchronised is that of the forward; token is its token the first "
      "time, 0 later. Return False if another reducer has the parameters."},
-    {"arrive_in_context", pli_hook_arrive_in_context, METH_VARARGS,
+    {"arrive_in_context", reducer_arrive_in_context, METH_VARARGS,
      "arrive_in_context($self, index, task, /)\n--\n\nIn backward number "
      "task, a parameter got a gradient in a context of torch.distributed.autograd, "
      "not as its `grad`."},
@@ -866,15 +835,15 @@ static PyMethodDef reducer_methods[] = {
     {"detach", reducer_detach, METH_NOARGS,
      "detach($self, /)\n--\n\nRemove the hooks from the parameters, and on_finish: "
      "another reducer has them from now on, also for outputs of earlier forwards."},
-    {"shadow_step", pli_join_shadow_step, METH_VARARGS,
+    {"shadow_step", reducer_shadow_step, METH_VARARGS,
      "shadow_step($self, is_first, binds_results, /)\n--\n\nTake part in one step "
      "without gradients; return the number of ranks that had gradients, and the "
      "highest rank that took its first shadow step, or -1."},
-    {"set_join", pli_join_set, METH_VARARGS,
+    {"set_join", reducer_set_join, METH_VARARGS,
      "set_join($self, divides_by_active, raises, /)\n--\n\nForget which ranks were "
      "missing; set whether means are over the active ranks, and whether backward "
      "raises if a rank is missing."},
-    {"abandon", pli_join_abandon, METH_O,
+    {"abandon", reducer_abandon, METH_O,
      "abandon($self, text, /)\n--\n\nTell the peers, unless they were told, that this "
      "rank will not take the next step, and why."},
     {"set_comm_hook", (PyCFunction)(void (*)(void))pli_comm_hook_set,
@@ -905,14 +874,14 @@ static PyGetSetDef reducer_getset[] = {
     {"buckets", reducer_get_buckets, NULL, "Parameters' indices, by bucket.", NULL},
     {"ready_counts", reducer_get_ready_counts, NULL,
      "How often each parameter got a gradient in the last step; 255: or more.", NULL},
-    {"has_other_buffers", pli_buffers_get_are_others, NULL,
+    {"has_other_buffers", reducer_get_has_other_buffers, NULL,
      "Whether a buffer is gone, or has changed its size.", NULL},
-    {"unused", NULL, pli_hook_set_flags,
+    {"unused", NULL, reducer_set_unused,
      "A byte a parameter: whether a gradient for it raises, as in torch, under strict.",
-     (void *)offsetof(grad_slot, is_unused)}, /* NOLINT: an offset */
-    {"unseen", pli_hook_get_flags, pli_hook_set_flags,
+     NULL},
+    {"unseen", reducer_get_unseen, reducer_set_unseen,
      "A byte a parameter: whether its gradient holds values that no step averaged.",
-     (void *)offsetof(grad_slot, is_unseen)}, /* NOLINT: an offset */
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -924,20 +893,20 @@ static PyMemberDef reducer_members[] = {
     {"contexts", T_OBJECT, offsetof(reducer_object, context.all), 0,
      "Called with a backward's number at its end, if arrive_in_context() was called in "
      "it; returns the objects that have the gradients as their `grad`."},
-    {"sync", T_BOOL, offsetof(reducer_object, sync.is_on), 0,
+    {"sync", T_BOOL, offsetof(reducer_object, settings.is_on), 0,
      "Whether the backwards of later forwards are synchronised."},
-    {"in_no_sync", T_BOOL, offsetof(reducer_object, sync.is_in_no_sync), 0,
+    {"in_no_sync", T_BOOL, offsetof(reducer_object, settings.is_in_no_sync), 0,
      "Whether all backwards are local now, whatever their forward was."},
-    {"keeps_grads", T_BOOL, offsetof(reducer_object, options.keeps_grads), 0,
+    {"keeps_grads", T_BOOL, offsetof(reducer_object, settings.keeps_grads), 0,
      "Whether a .grad that a step finds stays the same tensor."},
-    {"binds_new", T_BOOL, offsetof(reducer_object, options.binds_new), 0,
+    {"binds_new", T_BOOL, offsetof(reducer_object, settings.binds_new), 0,
      "Whether a reduced gradient is set as a new .grad, not written to the old one."},
-    {"strict", T_BOOL, offsetof(reducer_object, options.is_strict), 0,
+    {"strict", T_BOOL, offsetof(reducer_object, settings.is_strict), 0,
      "Whether a second gradient of a parameter in one backward raises, as in torch."},
-    {"follows_forwards", T_BOOL, offsetof(reducer_object, options.follows_forwards), 0,
+    {"follows_forwards", T_BOOL, offsetof(reducer_object, settings.follows_forwards), 0,
      "Whether a backward without a forward of the wrapper is local; else all are "
      "steps."},
-    {"ends_with_step", T_BOOL, offsetof(reducer_object, options.ends_with_step), 0,
+    {"ends_with_step", T_BOOL, offsetof(reducer_object, settings.ends_with_step), 0,
      "Whether parameters without a gradient in a step stop awaiting one after it."},
     {NULL, 0, 0, 0, NULL},
 };

@@ -41,9 +41,8 @@ def room(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return new memory for the averages of `n_rows` rows, or of all if None.
 
-    Returns the two parts of the rows, then the tensor over them.  The memory is never
-    the gradient's: a rank in a shadow step keeps its gradient, and so does a rank whose
-    step fails midway.
+    Returns the two parts of the rows, then the tensor that owns them.  The memory is
+    never the gradient's: a rank keeps that in a shadow step, or if its step fails.
     """
     shape, device = parameter.shape, parameter.device
     if n_rows is None:
@@ -55,6 +54,7 @@ def room(
         numbers.unsqueeze(0),
         values,
         shape,
+        device=device,
         check_invariants=False,
         is_coalesced=True,
     )

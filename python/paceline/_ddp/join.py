@@ -1,7 +1,7 @@
 """Uneven numbers of batches: ranks that ran out take shadow steps for the rest.
 
 Inside ``model.join()`` the ranks that still train take ordinary steps.  A rank that
-leaves the context takes *shadow steps*, with zeros (csrc/python/ddp/step.c),
+leaves the context takes *shadow steps*, with zeros (csrc/reducer/step.c),
 until a step shows that no rank had gradients; then all take over the model of the last
 rank.  So all data goes through shared memory, no forward communicates, and every other
 rank notices one that fails.
