@@ -19,10 +19,9 @@ pl_status pli_step_wait(pl_step *self, slice_fn slice, void *argument)
         void *lock = self->host->let_go(self->context);
         pl_status st = slice(argument, SLICE_NS);
         self->host->take_back(lock);
-        if (st == PL_EAGAIN)
-            st = self->host->check_signals(self->context);
-        else
+        if (st != PL_EAGAIN)
             return st;
+        st = self->host->check_signals(self->context);
         if (st != PL_OK)
             return st;
     }
