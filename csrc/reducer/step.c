@@ -263,9 +263,12 @@ pl_step_state pl_step_look(const pl_step *self)
     };
 }
 
-unsigned pl_step_n_grads(const pl_step *self, size_t i)
+void pl_step_count_grads(const pl_step *self, unsigned char *out)
 {
-    return self->reducer->slots[i].n_ready;
+    for (size_t i = 0; i < self->n_slots; i++) {
+        const unsigned n = self->reducer->slots[i].n_ready;
+        out[i] = (unsigned char)(n < UINT8_MAX ? n : UINT8_MAX);
+    }
 }
 
 /* ---- a step begins -------------------------------------------------------------- */

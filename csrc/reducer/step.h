@@ -223,8 +223,8 @@ typedef struct pl_step_state {
 
 pl_step_state pl_step_look(const pl_step *step);
 
-/* How often the parameter got a gradient in the last step begun. */
-unsigned pl_step_n_grads(const pl_step *step, size_t i);
+/* How often each parameter got a gradient in the last step begun; 255: or more. */
+void pl_step_count_grads(const pl_step *step, unsigned char *out);
 
 /* ---- forwards ------------------------------------------------------------------- */
 

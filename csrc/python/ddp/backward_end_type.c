@@ -349,7 +349,10 @@ static int visit_backward(reducer_object *self, int (*visit)(reducer_object *))
  * (second all-reduces, sparse rows) in one order. */
 static int finish_all(reducer_object *self)
 {
-    int status = visit_backward(self, close_step);
+    int status = 0;
+    if (state_of_reducer(self)->reducers->next !=
+        NULL) /* a lone one closes as it ends */
+        status = visit_backward(self, close_step);
     if (status == 0)
         status = visit_backward(self, pli_step_finish);
     /* Other steps fail as the engine drops their callbacks.  It has called `self`'s. */

@@ -789,10 +789,8 @@ static PyObject *reducer_get_ready_counts(PyObject *object, void *closure)
     const reducer_object *self = reducer_of(object);
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_params);
     (void)closure;
-    for (size_t i = 0; bytes != NULL && i < self->n_params; i++) {
-        const unsigned n = pl_step_n_grads(self->step, i);
-        PyBytes_AS_STRING(bytes)[i] = (char)(n < UINT8_MAX ? n : UINT8_MAX);
-    }
+    if (bytes != NULL)
+        pl_step_count_grads(self->step, (unsigned char *)PyBytes_AS_STRING(bytes));
     return bytes;
 }
 

@@ -72,6 +72,8 @@ def _begin_training(
     if has_hook and wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
         wrapper._sync_buffers()  # type: ignore[no-untyped-call]
     reducer = session.reducer
+    if reducer is not None:
+        reducer.forward_begins()
     if not torch_core.is_in_backward():
         if session.strict_check is not None:
             session.refuse_unused()
@@ -79,8 +81,6 @@ def _begin_training(
             session.log.forward_begins(
                 session.model.trainable, reducer, session.callbacks
             )
-    if reducer is not None:
-        reducer.forward_begins()
     return reducer
 
 

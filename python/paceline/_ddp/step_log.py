@@ -120,7 +120,7 @@ class StepLog:
     ) -> None:
         """Record the step before, and measure this one, if they are sampled."""
         if self.is_static:
-            self.compare(reducer)
+            self._compare(reducer.ready_counts if reducer is not None else b"")
         if self._sample is not None:
             self._record(self._sample, parameters, reducer)
             self._sample = None
