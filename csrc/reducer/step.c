@@ -601,6 +601,8 @@ pl_status pl_step_finish(pl_step *self)
 
 void pl_step_fail(pl_step *self, const char *text)
 {
+    if (getpid() != self->owner_pid)
+        return; /* a forked child has no part in the world */
     /* On a device this aborts the communicator, which may take a while. */
     void *lock = is_on_device(self) ? self->host->let_go(self->context) : NULL;
     pl_reducer_fail(self->reducer, text);

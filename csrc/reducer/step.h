@@ -71,6 +71,8 @@ typedef struct pl_grad_ops {
     void (*drop)(pl_grad *grad);
     /* `.grad` of parameter i = grad; NULL: none. */
     pl_status (*put)(void *context, size_t i, pl_grad *grad);
+    /* The same for a step that is given up: never fails. */
+    void (*put_back)(void *context, size_t i, pl_grad *grad);
     /* A tensor over memory at `place`; and a new one in the same layout. */
     pl_status (*over)(void *context, const pl_place *place, const pli_layout *layout,
                       pl_grad **out);

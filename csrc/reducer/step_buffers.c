@@ -29,8 +29,7 @@ typedef struct buffer_view {
                       forward: this rank then skips it in this step, and its next
                       forward wraps the model anew */
     pli_tensor tensor;
-    char *sent;   /* its block of the memory that is sent */
-    long version; /* when its take-over was deferred */
+    char *sent; /* its block of the memory that is sent */
 } buffer_view;
 
 static void release(const pl_step *self, buffer_view *view)
@@ -44,7 +43,6 @@ static pl_status read_buffer(pl_step *self, size_t b, buffer_view *out)
     pl_status st = PL_OK;
     const step_buffer *buffer = &self->buffers.all[b];
     out->sent = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
-    out->version = buffer->version;
     out->grad = NULL;
     PL_TRY(self->grads->find_buffer(self->context, b, &out->grad));
     if (out->grad == NULL)
@@ -323,25 +321,6 @@ done:
     return st;
 }
 
-/* Takes over one buffer, if it is as it was when that was deferred. */
-static pl_status take_over(pl_step *self, const buffer_view *view)
-{
-    pl_status st = PL_OK;
-    long version = 0;
-    int is_done = 0;
-    PL_TRY(self->grads->n_writes(self->context, view->grad, &version));
-    if (version != view->version) /* written since */
-        goto done;
-    if (!is_on_device(self)) {
-        PL_TRY(overwrite(self, view, &is_done));
-        goto done;
-    }
-    PL_TRY(copy_one(self, view, FROM_DENSE));
-    PL_TRY(self->grads->note_write(self->context, view->grad));
-done:
-    return st;
-}
-
 /* Whether the buffer is still the tensor that was there when its take-over was
  * deferred: then it can be read. */
 static pl_status is_as_seen(pl_step *self, size_t b, int *out)
@@ -359,23 +338,46 @@ done:
     return st;
 }
 
+/* Copies a buffer's new values to it, if it was neither written nor replaced since that
+ * was deferred, and lacks them; else lets go of it. */
+static pl_status take_over(pl_step *self, size_t b)
+{
+    pl_status st = PL_OK;
+    step_buffer *buffer = &self->buffers.all[b];
+    buffer_view view = {.grad = NULL};
+    int is_as_it_was = 0;
+    int has_them = 1;
+    long version = 0;
+    PL_TRY(is_as_seen(self, b, &is_as_it_was));
+    if (is_as_it_was)
+        PL_TRY(read_buffer(self, b, &view));
+    if (view.grad != NULL) {
+        PL_TRY(self->grads->n_writes(self->context, view.grad, &version));
+        has_them = version != buffer->version;
+        if (!has_them && !is_on_device(self))
+            PL_TRY(has_values(self, &view, &has_them));
+    }
+    if (!has_them)
+        PL_TRY(copy_one(self, &view, FROM_DENSE));
+    else
+        replace_grad(self, &buffer->seen, NULL);
+done:
+    release(self, &view);
+    return st;
+}
+
+/* Notes the writes after all buffers are compared: some share a version, as views of
+ * one tensor. */
 static pl_status apply(pl_step *self)
 {
     pl_status st = PL_OK;
     PL_TRY(pli_step_read_stream(self));
-    for (size_t b = 0; b < self->buffers.n; b++) {
-        buffer_view view;
-        int is_as_it_was = 0;
-        PL_TRY(is_as_seen(self, b, &is_as_it_was));
-        if (!is_as_it_was)
-            continue;
-        PL_TRY(read_buffer(self, b, &view));
-        if (view.grad != NULL)
-            st = take_over(self, &view);
-        release(self, &view);
-        PL_TRY(st);
-    }
+    for (size_t b = 0; b < self->buffers.n; b++)
+        PL_TRY(take_over(self, b));
     PL_TRY(pli_step_copy(self, self->stream));
+    for (size_t b = 0; b < self->buffers.n; b++)
+        if (self->buffers.all[b].seen != NULL)
+            PL_TRY(self->grads->note_write(self->context, self->buffers.all[b].seen));
 done:
     self->n_moves = 0;
     return st;

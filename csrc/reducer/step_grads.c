@@ -787,7 +787,7 @@ void pli_grads_abandon(pl_step *self)
     for (size_t i = 0; i < self->n_slots; i++) {
         const step_slot *slot = &self->slots[i];
         if (slot->mode == SLOT_VIEW && slot->target != NULL)
-            (void)!self->grads->put(self->context, i, slot->target);
+            self->grads->put_back(self->context, i, slot->target);
     }
     pli_grads_drop(self);
     self->n_moves = 0;

@@ -72,8 +72,6 @@ static pl_status read_part(sparse_step *self, size_t t, size_t slot)
         goto done;
     PL_TRY(step->grads->read_rows(step->context, slot, &self->tables[t], rows,
                                   &self->parts[t].local));
-    if (rows->n_rows == 0)
-        rows->indices = no_indices();
 done:
     return st;
 }

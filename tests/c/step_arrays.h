@@ -423,6 +423,11 @@ done:
     return st;
 }
 
+static inline void arrays_put_back(void *context, size_t i, pl_grad *grad)
+{
+    array_replace(arrays_home(context, i), array_hold_maybe(grad));
+}
+
 static inline pl_status arrays_over(void *context, const pl_place *place,
                                     const pli_layout *layout, pl_grad **out)
 {

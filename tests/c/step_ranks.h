@@ -77,6 +77,7 @@ static const pl_grad_ops arrays_ops = {
     .hold = array_hold,
     .drop = array_drop,
     .put = arrays_put,
+    .put_back = arrays_put_back,
     .over = arrays_over,
     .empty_like = arrays_empty_like,
     .clone = arrays_clone,

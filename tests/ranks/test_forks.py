@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -292,3 +293,36 @@ CELLS = [(gloo, 1), (gloo, 2), (over, 1), (over, 2), (own_gloo, 2)]
 def test_a_child_may_free_what_its_parent_has_wrapped(kind, n_ranks, is_long):
     found = values(run_ranks(run_table, n_ranks, kind, is_long, timeout=120))
     assert found == n_ranks * [{}]
+
+
+# ---- a child of a backward ----------------------------------------------------------
+
+
+def use_in_a_child():
+    with pytest.raises(RuntimeError, match="is not a rank itself"):
+        held[0](BATCH)
+    os._exit(0)
+
+
+def fork_in_backward(rank, n_ranks):
+    """Fork in a thread of rank 0, in a step; return how the children ended."""
+    held[:] = [wrap(over)[0]]
+    codes = []
+
+    def fork(_):
+        if rank == 0:
+            child = threading.Thread(
+                target=lambda: codes.append(run_child(use_in_a_child))
+            )
+            child.start()
+            child.join()
+
+    for parameter in held[0].parameters():
+        parameter.register_post_accumulate_grad_hook(fork)
+    for _ in range(2):
+        train(held[0])
+    return codes
+
+
+def test_a_child_of_a_backward_ends_no_step_of_its_parent():
+    assert values(run_ranks(fork_in_backward, 2, timeout=60)) == [4 * [0], []]

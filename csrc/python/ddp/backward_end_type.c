@@ -28,6 +28,8 @@
  */
 #include "backward_end_type.h"
 
+#include <unistd.h>
+
 #include "comm_hook.h"
 #include "core/clock.h"
 
@@ -217,7 +219,8 @@ int pli_backward_end_queue(reducer_object *self, pl_end_origin origin)
 
 int pli_backward_end_await(const reducer_object *self)
 {
-    const int is_threaded = pli_is_on_device(self) || self->context.all != NULL;
+    const int is_threaded = (pli_is_on_device(self) || self->context.all != NULL) &&
+                            ((world_object *)self->world)->owner_pid == getpid();
     for (int n = 0; is_threaded && self->settings.n_ends > 0 && n < MOST_SLEEPS; n++) {
         Py_BEGIN_ALLOW_THREADS
         pli_sleep_ns(PLI_MS);

@@ -789,7 +789,7 @@ static PyObject *reducer_get_ready_counts(PyObject *object, void *closure)
     const reducer_object *self = reducer_of(object);
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_params);
     (void)closure;
-    if (bytes != NULL)
+    if (bytes != NULL && self->n_params > 0) /* 0: cleared */
         pl_step_count_grads(self->step, (unsigned char *)PyBytes_AS_STRING(bytes));
     return bytes;
 }

@@ -50,19 +50,23 @@ static pl_status find(void *context, size_t i, pl_grad **out)
     return PL_OK;
 }
 
-/* A step that fails gives gradients back while an exception is set, which stays. */
+static int set_grad(const reducer_object *self, size_t i, PyObject *grad)
+{
+    return PyObject_SetAttr(home_of(self, i), state_of_reducer(self)->name_grad, grad);
+}
+
 static pl_status put(void *context, size_t i, pl_grad *grad)
 {
-    const reducer_object *self = context;
+    return status_of(set_grad(context, i, grad != NULL ? object_of(grad) : Py_None));
+}
+
+static void put_back(void *context, size_t i, pl_grad *grad)
+{
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    const int status =
-        PyObject_SetAttr(home_of(self, i), state_of_reducer(self)->name_grad,
-                         grad != NULL ? object_of(grad) : Py_None);
-    if (type == NULL)
-        return status_of(status);
+    if (set_grad(context, i, object_of(grad)) != 0)
+        PyErr_Clear();
     PyErr_Restore(type, value, traceback);
-    return PL_OK;
 }
 
 static void hold(pl_grad *grad)
@@ -221,6 +225,7 @@ static pl_status n_writes(void *context, pl_grad *grad, long *out)
 static int read_tuple(const module_state *state, PyObject *tuple, const pl_table *table,
                       pl_sparse_rows *out)
 {
+    static int64_t none; /* stands for an empty list: NULL would mean all rows */
     PyObject *numbers, *values, *mean;
     pli_tensor tensor;
     if (!PyArg_ParseTuple(tuple, "OO|O", &numbers, &values, &mean))
@@ -230,7 +235,7 @@ static int read_tuple(const module_state *state, PyObject *tuple, const pl_table
         if (pli_tensor_read(state, numbers, "row numbers", &tensor) != 0)
             return -1;
         out->n_rows = tensor.layout.n_elems;
-        out->indices = tensor.data;
+        out->indices = out->n_rows > 0 ? tensor.data : &none;
         if (tensor.layout.dtype != PL_I64)
             goto misfit;
     }
@@ -337,6 +342,7 @@ const pl_grad_ops pli_torch_grads = {
     .hold = hold,
     .drop = drop,
     .put = put,
+    .put_back = put_back,
     .over = over,
     .empty_like = empty_like,
     .clone = clone_tensor,

@@ -132,6 +132,17 @@ SIZES = {
 }
 
 
+@on_ranks()
+def test_a_table_without_rows_may_have_a_dense_gradient(ranks):
+    """torch's class raises that it expected a sparse one."""
+    table = nn.Embedding(0, 4, sparse=True)
+    model = ranks.wrap(nn.ModuleList([integer_weights(nn.Linear(2, 2)), table]))
+    model.module.forward = lambda x: model.module[0](x).sum() + table.weight.sum()
+    for _ in range(3):
+        model(torch.ones(1, 2)).backward()
+        assert table.weight.grad.layout is torch.strided
+
+
 @as_torch(of=[*SIZES])
 def test_sparse_gradients_of_any_size_and_type_are_averaged(ranks, wrap, of):
     make, words = SIZES[of]

@@ -112,6 +112,33 @@ def test_what_was_loaded_is_what_is_evaluated(ranks, into):
         assert_equal(tensor, state[name.removeprefix("module.")], name)
 
 
+class SharesMemory(nn.Module):
+    """Counts in two buffers that are views of one tensor."""
+
+    def __init__(self, amount):
+        super().__init__()
+        self.linear, self.amount = integer_weights(nn.Linear(4, 2)), amount
+        both = torch.zeros(4)
+        self.register_buffer("first", both[:2])
+        self.register_buffer("second", both[2:])
+
+    def forward(self, x):
+        if self.training:
+            self.first += self.amount
+            self.second += 2 * self.amount
+        return self.linear(x)
+
+
+@on_gpus_too()
+@on_ranks()
+def test_buffers_that_share_memory_are_all_taken_over(ranks):
+    model = ranks.wrap(SharesMemory(ranks.rank + 1))
+    train(ranks, model, 3)
+    with torch.no_grad():
+        model.eval()(torch.ones(1, 4))
+    ranks.assert_same([*model.module.buffers()], "rank 0's counts")
+
+
 def test_statistics_that_were_reset_start_anew_on_every_rank(ranks):
     model = ranks.wrap(net())
     train(ranks, model)

@@ -308,6 +308,26 @@ def test_a_backward_that_one_rank_takes_twice_is_an_error_in_that_step(ranks):
     ranks.assert_same(found[step + 1], "the step after it")
 
 
+def test_a_gradient_that_cannot_be_given_back_hides_no_mismatch(ranks):
+    first, last = nn.Linear(3, 200, bias=False), nn.Linear(200, 200, bias=False)
+    is_last = []
+
+    def change(_):
+        if is_last:
+            last.weight.data = torch.zeros(3, 3)
+
+    first.weight.register_post_accumulate_grad_hook(change)
+    model = ranks.wrap(nn.Sequential(first, last), gradient_as_bucket_view=True)
+    for _ in range(3):
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(1, 3)).sum().backward()
+    is_last.append(True)
+    if ranks.rank:
+        model(torch.ones(1, 3))
+    with pytest.raises(paceline.MismatchError, match="not in the same step"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
 def test_a_kept_loss_on_one_rank_and_an_output_on_the_other_is_an_error(ranks):
     model = ranks.wrap(integer_weights(TwoParts()), find_unused_parameters=True)
     out = model(data(ranks, 0), keeps=True)
