@@ -344,10 +344,70 @@ LONE_TEST(a_process_that_was_forked_takes_no_part)
         is_local &= pl_step_look(self->step).number == 1;
         is_local &= pl_step_check_process(self->step) == PL_ESTATE &&
                     error_has("was forked from rank 0");
+        is_local &= pl_step_forward_begins(self->step) == PL_ESTATE;
+        is_local &=
+            pl_step_shadow(self->step, PL_JOINING, PL_LEAVES_GRADS) == PL_ESTATE;
+        pl_step_fail(self->step, "the child's");
+        is_local &= !pl_step_look(self->step).has_failed;
         _exit(is_local ? 0 : 1);
     }
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+LONE_TEST(a_byte_counts_up_to_255_gradients)
+{
+    unsigned char counts[2];
+    for (int n = 0; n < 300; n++)
+        CHECK_OK(take(self, FIRST));
+    CHECK_OK(arrays_end_backward(self));
+    pl_step_count_grads(self->step, counts);
+    CHECK(counts[FIRST] == 255 && counts[SECOND] == 0);
+}
+
+static int stop_at_the_first(pl_grad *grad, void *n)
+{
+    CHECK(grad->n_refs > 0);
+    return ++*(int *)n;
+}
+
+LONE_TEST(what_a_step_holds_is_visited_and_dropped)
+{
+    int n = 0;
+    CHECK(pl_step_visit(self->step, stop_at_the_first, &n) == 0 && n == 0);
+    CHECK_OK(take(self, FIRST));
+    CHECK_OK(take(self, SECOND));
+    CHECK(arrays_n_in_step(self) >= 2);
+    CHECK(pl_step_visit(self->step, stop_at_the_first, &n) == 1 && n == 1);
+    pl_step_drop(self->step);
+    CHECK(arrays_n_in_step(self) == 0);
+    CHECK(self->n_alive == arrays_n_known(self));
+    pl_step_fail(self->step, NULL);
+}
+
+TEST(an_idle_rank_notices_that_a_peer_has_failed)
+{
+    pl_comm *comms[2] = {NULL, NULL};
+    static rank_arrays ranks[2];
+    pl_step_size size;
+    int is_made = CHECK_OK(arrays_measure(&model, 2, &size)) &&
+                  CHECK_OK(local_create(2, size.arena_bytes, RANKS_DEADLINE_NS, comms));
+    for (int r = 0; is_made && r < 2; r++)
+        is_made = CHECK_OK(arrays_create(&model, comms[r], &ranks[r]));
+    if (is_made) {
+        CHECK_OK(pl_step_notice_failure(ranks[1].step));
+        pl_step_fail(ranks[0].step, "its words;");
+        CHECK_FAILS(pl_step_notice_failure(ranks[1].step), PL_EPEER, "its words;");
+        for (int r = 0; r < 2; r++) {
+            CHECK(pl_step_look(ranks[r].step).has_failed);
+            CHECK_OK(pl_step_notice_failure(ranks[r].step)); /* it knows */
+            CHECK_OK(pl_step_check_failure(ranks[r].step));
+        }
+    }
+    for (int r = 0; r < 2; r++) {
+        arrays_destroy(&ranks[r]);
+        pl_comm_destroy(comms[r]);
+    }
 }
 
 /* ---- gradients in a context ----------------------------------------------------- */
