@@ -16,6 +16,7 @@ enum {
     N_PARAMS = 9,
     N_BUFFERS = 3,
     N_KEPT = 3,
+    EMPTY_PARAM = 7,
     BUFFER_COLS = 20,
     VIEW_BYTES = 150,
 };
@@ -42,7 +43,8 @@ typedef struct tensor_world {
     void (*train)(rank_tensors *self);
     pl_step_size size;
     unsigned percent_hooks, percent_strided, percent_recorded, percent_grown;
-    atomic_int n_late, n_moved, n_views, n_restored;
+    int keeps_grads;
+    atomic_int n_late, n_views; /* on all ranks, in all steps */
 } tensor_world;
 
 typedef struct expected_tensor {
@@ -58,7 +60,9 @@ struct rank_tensors {
     size_t current; /* stream of this thread */
     CUfunction write, check;
     expected_tensor grads[N_PARAMS], buffers[N_BUFFERS], kept[N_KEPT];
-    long shared_writes; /* of the first two buffers */
+    long shared_writes;        /* of the first two buffers */
+    int takes_over[N_BUFFERS]; /* the next forward does: the root's of that step */
+    uint64_t last_step;
     int is_recorded;
     int is_let_go;
     long n_alive;
@@ -139,11 +143,11 @@ static inline void tensor_write(pl_grad *to, const pl_grad *from, int adds)
                                 .adds = adds});
 }
 
-/* On the main stream. */
 static inline void tensor_check(const expected_tensor *it)
 {
     if (it->tensor != NULL)
-        tensor_launch(it->tensor->owner, it->tensor->owner->check, 0, it->tensor,
+        tensor_launch(it->tensor->owner, it->tensor->owner->check,
+                      it->tensor->owner->current, it->tensor,
                       (tensor_args){.factor = it->factor});
 }
 
@@ -160,7 +164,7 @@ static inline pli_layout layout_of(int n_rows, int n_cols, int is_strided)
 
 static inline pli_layout param_layout(size_t i, int is_strided)
 {
-    return layout_of(1 + (int)i % 4, i == 7 ? 0 : 3 + 5 * (int)i, is_strided);
+    return layout_of(1 + (int)i % 4, i == EMPTY_PARAM ? 0 : 3 + 5 * (int)i, is_strided);
 }
 
 static inline pl_grad *tensor_bare(rank_tensors *self, const pli_layout *layout)
@@ -464,7 +468,8 @@ static inline int tensors_create(rank_tensors *self, rank_job *job)
     const pli_cuda_options cuda = {.device = job->rank, .driver = fake_path()};
     const pli_layout layout = layout_of(1, BUFFER_COLS, 0);
     self->world = job->context;
-    self->settings = (pl_step_settings){.is_on = 1};
+    self->settings =
+        (pl_step_settings){.is_on = 1, .keeps_grads = (char)self->world->keeps_grads};
     gpu->rank = job->rank;
     gpu->random = &job->random;
     gpu->n_streams = 1 + draw_below(&job->random, GPU_STREAMS);
@@ -474,11 +479,30 @@ static inline int tensors_create(rank_tensors *self, rank_job *job)
         !CHECK(cuModuleGetFunction(&self->write, gpu->module, "plt_write_tensor") == 0))
         return 0;
     CHECK(cuModuleGetFunction(&self->check, gpu->module, "plt_check_tensor") == 0);
-    for (size_t b = 0; b < N_BUFFERS; b++)
+    for (size_t b = 0; b < N_BUFFERS; b++) {
         self->buffers[b].tensor = tensor_new(self, &layout);
+        tensor_fill(self->buffers[b].tensor, 0);
+    }
     self->buffers[0].tensor->n_writes = &self->shared_writes;
     self->buffers[1].tensor->n_writes = &self->shared_writes;
     return tensors_join(self, job->comm);
+}
+
+/* Leaves a failed world for the next, while the failed step may still be under way on
+ * the device. */
+static inline int tensors_renew(rank_tensors *self)
+{
+    pl_comm *failed_comm = self->gpu.comm;
+    pl_step *failed = self->step;
+    pl_comm *base =
+        succession_meet(&self->world->worlds, &self->world->it, self->gpu.rank);
+    if (base == NULL || !tensors_join(self, base))
+        return 0;
+    CHECK_OK(pl_step_check_failure(failed));
+    pl_step_follow(self->step, failed);
+    pl_step_destroy(failed);
+    pl_comm_destroy(failed_comm);
+    return 1;
 }
 
 /* All streams wait for what the main one does: memory that it reads may be freed. */
@@ -493,6 +517,7 @@ static inline void tensors_destroy(rank_tensors *self)
 {
     if (self->step != NULL)
         pl_step_drop(self->step);
+    self->current = 0;
     tensors_zero(self);
     for (size_t k = 0; k < N_KEPT; k++)
         tensor_check(&self->kept[k]);
