@@ -4,255 +4,11 @@
  *     test_step_device [seeds [first seed]]
  */
 #include "seeds.h"
-#include "step_tensors.h"
+#include "tensor_steps.h"
 
 enum { N_STEPS = 8, SEEDS = IS_SANITIZED ? 10 : 24 };
 
-/* ---- what the ranks draw alike -------------------------------------------------- */
-
-static int n_grads(const rank_tensors *self, uint64_t step, int rank, size_t i)
-{
-    const model *it = &self->world->it;
-    if (step_percent(it, step, rank, i, 1) < it->percent_unused)
-        return 0;
-    return 1 + (!param_has_hooks(self, i) &&
-                step_percent(it, step, rank, i, 2) < it->percent_twice);
-}
-
-static double factor_of(const rank_tensors *self, uint64_t step, int rank, size_t i,
-                        int k_grad)
-{
-    const model *it = &self->world->it;
-    return it->world_size *
-           (1 + (int)step_percent(it, step, rank, i, 10 + (unsigned)k_grad));
-}
-
-static int step_is_any(const rank_tensors *self, uint64_t step, unsigned salt,
-                       unsigned percent)
-{
-    return step_percent(&self->world->it, step, 0, N_PARAMS, salt) < percent;
-}
-
-static size_t stream_of_param(const rank_tensors *self, size_t i)
-{
-    return step_percent(&self->world->it, 0, self->gpu.rank, i, 3) %
-           self->gpu.n_streams;
-}
-
-/* ---- a step --------------------------------------------------------------------- */
-
-/* Adds a gradient to `.grad` as autograd does; takes over the reference. */
-static void accumulate(rank_tensors *self, size_t i, pl_grad *grad)
-{
-    pl_grad *before = self->grads[i].tensor;
-    if (before == NULL) {
-        self->grads[i].tensor = grad;
-        return;
-    }
-    if (self->is_recorded) {
-        tensor_write(grad, before, 1);
-        stream_behind(&self->gpu, before->memory.stream, self->current);
-        tensor_replace(&self->grads[i], grad);
-    } else {
-        tensor_write(before, grad, 1);
-        tensor_drop(grad);
-    }
-}
-
-static pl_status arrive(rank_tensors *self, uint64_t step, size_t i, int k_grad)
-{
-    const int is_strided = step_percent(&self->world->it, step, self->gpu.rank, i, 4) <
-                           self->world->percent_strided;
-    const pli_layout layout = param_layout(i, is_strided);
-    const int has_hooks = param_has_hooks(self, i);
-    int is_due = 0;
-    self->current = stream_of_param(self, i);
-    pl_grad *grad = tensor_new(self, &layout);
-    tensor_fill(grad, factor_of(self, step, self->gpu.rank, i, k_grad));
-    grad->own_writes = 0; /* autograd has not added to it */
-    accumulate(self, i, grad);
-    const pl_status st = pl_step_take(
-        self->step, i, has_hooks ? PL_ARRIVES_AFTER_HOOKS : PL_ARRIVES_ALONE, &is_due);
-    if (st == PL_OK && has_hooks) /* a later hook changes it */
-        tensor_fill(self->grads[i].tensor, -77);
-    return st;
-}
-
-static double buffer_factor(uint64_t step, int rank, size_t b)
-{
-    return (double)(1000 * (rank + 1)) + (double)(10 * step + b);
-}
-
-static void check_buffers(rank_tensors *self)
-{
-    for (size_t b = 0; b < N_BUFFERS; b++) {
-        if (self->takes_over[b])
-            self->buffers[b].factor = buffer_factor(self->last_step, 0, b);
-        self->takes_over[b] = 0;
-        tensor_check(&self->buffers[b]);
-    }
-}
-
-static void write_buffer(rank_tensors *self, size_t b, double factor)
-{
-    tensor_fill(self->buffers[b].tensor, factor);
-    self->buffers[b].factor = factor;
-}
-
-/* A step was taken: the next forward takes over the root's buffers, but not those that
- * were written in the meantime. */
-static void await_buffers(rank_tensors *self, uint64_t step, int writes)
-{
-    const size_t b = draw_below(self->gpu.random, N_BUFFERS);
-    self->last_step = step;
-    for (size_t k = 0; k < N_BUFFERS; k++)
-        self->takes_over[k] = self->gpu.rank > 0;
-    if (!writes || self->gpu.rank == 0)
-        return;
-    write_buffer(self, b, buffer_factor(step, 7, b));
-    self->takes_over[b] = 0;
-    if (b < 2) /* these two share a count of writes */
-        self->takes_over[0] = self->takes_over[1] = 0;
-}
-
-static pl_status forward(rank_tensors *self, uint64_t step)
-{
-    pl_status st = PL_OK;
-    self->current = 0;
-    PL_TRY(pl_step_forward_begins(self->step));
-    check_buffers(self);
-    for (size_t b = 0; b < N_BUFFERS; b++)
-        write_buffer(self, b, buffer_factor(step, self->gpu.rank, b));
-    const uint64_t token =
-        pl_step_forward_ends(self->step, PL_OUTPUTS_WATCHED, PL_TRAINS);
-    PL_TRY(pl_step_output(self->step, token, 1));
-done:
-    return st;
-}
-
-static pl_status backward(rank_tensors *self, uint64_t step, size_t n_params)
-{
-    pl_status st = PL_OK;
-    uint32_t order[N_PARAMS];
-    streams_behind(&self->gpu);
-    for (int k_grad = 0; k_grad < 2; k_grad++) {
-        draw_order(self->gpu.random, order, N_PARAMS);
-        for (size_t k = 0; k < n_params; k++)
-            if (k_grad < n_grads(self, step, self->gpu.rank, order[k]))
-                PL_TRY(arrive(self, step, order[k], k_grad));
-    }
-done:
-    return st;
-}
-
-static pl_status finish(rank_tensors *self)
-{
-    for (size_t i = 0; i < N_PARAMS; i++)
-        self->world->n_late += pl_reducer_is_late(self->step->reducer, i) != 0;
-    for (size_t k = 1; k < self->gpu.n_streams; k++)
-        stream_behind(&self->gpu, 0, k);
-    self->current = 0;
-    self->settings.n_ends = 0;
-    return pl_step_look(self->step).is_active ? pl_step_finish(self->step) : PL_OK;
-}
-
-/* The first `n_active` ranks have gradients. */
-static void check_means(rank_tensors *self, uint64_t step, int n_active, int divisor)
-{
-    for (size_t i = 0; i < N_PARAMS; i++) {
-        expected_tensor *it = &self->grads[i];
-        if (i == EMPTY_PARAM) /* its gradient, at NULL, counts as none */
-            continue;
-        const int is_active = self->gpu.rank < n_active;
-        int is_used = 0;
-        double sum = 0;
-        for (int r = 0; r < n_active; r++) {
-            is_used |= n_grads(self, step, r, i) > 0;
-            for (int k = 0; k < n_grads(self, step, r, i); k++)
-                sum += factor_of(self, step, r, i, k);
-        }
-        CHECK(is_used ? it->tensor != NULL : is_active || it->tensor == NULL);
-        it->factor = sum / divisor + (is_active ? it->factor : 0);
-        self->world->n_views += it->tensor != NULL && it->tensor->window != NULL;
-        tensor_check(it);
-    }
-}
-
-static void drop_kept(rank_tensors *self, size_t k)
-{
-    streams_behind(&self->gpu);
-    tensor_replace(&self->kept[k], NULL);
-}
-
-/* Keeps some gradients, and drops others; kept ones must not have changed. */
-static void keep(rank_tensors *self)
-{
-    for (size_t k = 0; k < N_KEPT; k++) {
-        const size_t i = draw_below(self->gpu.random, N_PARAMS);
-        tensor_check(&self->kept[k]);
-        if (draw_below(self->gpu.random, 3) > 0)
-            continue;
-        drop_kept(self, k);
-        if (draw_below(self->gpu.random, 2) == 0)
-            continue;
-        self->kept[k] = self->grads[i];
-        (void)hold_maybe(self->kept[k].tensor);
-    }
-}
-
-static void zero(rank_tensors *self)
-{
-    tensors_zero(self);
-    for (size_t i = 0; i < N_PARAMS; i++)
-        self->grads[i].factor = 0;
-}
-
-/* Another view of a gradient; NULL: it is not one. */
-static pl_grad *alias(rank_tensors *self, const pl_grad *grad)
-{
-    if (grad == NULL || grad->window == NULL)
-        return NULL;
-    pl_grad *it = tensor_bare(self, &grad->layout);
-    it->data = grad->data;
-    it->window = grad->window;
-    it->slot = grad->slot;
-    pli_window_see(it->window, it->slot);
-    return it;
-}
-
-static int take_step(rank_tensors *self, uint64_t step)
-{
-    const int world_size = self->world->it.world_size;
-    if (!CHECK_OK(backward(self, step, N_PARAMS)) || !CHECK_OK(finish(self)))
-        return 0;
-    check_means(self, step, world_size, world_size);
-    return 1;
-}
-
-static int train_step(rank_tensors *self, uint64_t step)
-{
-    const tensor_world *world = self->world;
-    pl_grad *before[N_PARAMS];
-    pl_grad *other = NULL;
-    self->current = 0;
-    if (!step_is_any(self, step, 6, world->percent_grown)) {
-        keep(self);
-        zero(self);
-    } else if (draw_below(self->gpu.random, 3) == 0) {
-        other = alias(self, self->grads[draw_below(self->gpu.random, N_PARAMS)].tensor);
-    }
-    for (size_t i = 0; i < N_PARAMS; i++)
-        before[i] = self->grads[i].tensor;
-    self->is_recorded = step_is_any(self, step, 7, world->percent_recorded);
-    if (!CHECK_OK(forward(self, step)) || !take_step(self, step))
-        return 0;
-    for (size_t i = 0; i < N_PARAMS; i++)
-        CHECK(before[i] == NULL || !world->keeps_grads || self->is_recorded ||
-              self->grads[i].tensor == before[i]);
-    tensor_drop(other);
-    await_buffers(self, step, draw_below(self->gpu.random, 3) == 0);
-    return 1;
-}
+/* ---- steps without failures ----------------------------------------------------- */
 
 static void train(rank_tensors *self)
 {
@@ -357,8 +113,7 @@ static void replace_in_use(rank_tensors *self)
     if (!train_step(self, 1) || !train_step(self, 2) || !train_step(self, 3) ||
         !CHECK_OK(forward(self, 4)))
         return;
-    for (size_t k = 0; k < N_KEPT; k++)
-        drop_kept(self, k);
+    drop_all_kept(self);
     streams_behind(&self->gpu);
     CHECK_OK(arrive(self, 4, 8, 0));
     self->current = 0;
@@ -368,6 +123,153 @@ static void replace_in_use(rank_tensors *self)
     CHECK_FAILS(pl_step_take(self->step, 5, PL_ARRIVES_ALONE, &is_due), PL_ESTATE,
                 "parameter 5 was replaced during backward");
     pl_step_fail(self->step, "the test has replaced a gradient");
+}
+
+/* ---- captured steps ------------------------------------------------------------- */
+
+enum { N_WARM = 3, N_REPLAYS = 2 };
+
+static CUstream main_stream(const rank_tensors *self)
+{
+    return self->gpu.streams[0];
+}
+
+/* Begins a capture, with no gradient left. */
+static void begin_capture(rank_tensors *self)
+{
+    self->current = 0;
+    zero(self);
+    for (size_t k = 0; k < self->gpu.n_streams; k++) /* as torch's graphs do */
+        CHECK(cuStreamSynchronize(self->gpu.streams[k]) == 0);
+    CHECK(cuStreamBeginCapture(main_stream(self),
+                               CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) == 0);
+}
+
+static CUgraph end_capture(const rank_tensors *self)
+{
+    CUgraph graph = NULL;
+    for (size_t k = 1; k < self->gpu.n_streams; k++)
+        stream_behind(&self->gpu, 0, k); /* gradients were freed there */
+    CHECK(cuStreamEndCapture(main_stream(self), &graph) == 0);
+    return graph;
+}
+
+/* A gradient that comes while a stream is captured is refused in these words. */
+static void check_refused(rank_tensors *self, uint64_t step, const char *words)
+{
+    CHECK_OK(forward(self, step));
+    begin_capture(self);
+    streams_behind(&self->gpu);
+    CHECK_FAILS(arrive(self, step, 0, 0), PL_ESTATE, words);
+    self->current = 0;
+    tensor_replace(&self->grads[0], NULL);
+    CHECK(cuGraphDestroy(end_capture(self)) == 0);
+    self->settings.n_ends = 0;
+}
+
+static void replay(const rank_tensors *self, CUgraphExec exec)
+{
+    const int n_before = atomic_load(&n_checked);
+    CHECK(cuGraphLaunch(exec, main_stream(self)) == 0);
+    CHECK(cuStreamSynchronize(main_stream(self)) == 0);
+    CHECK(atomic_load(&n_checked) - n_before >= N_PARAMS - 1);
+}
+
+/* A replay brings the root's new buffers. */
+static void replay_with_buffers(rank_tensors *self, CUgraphExec exec, uint64_t step)
+{
+    CHECK_OK(pl_step_forward_begins(self->step));
+    check_buffers(self);
+    for (size_t b = 0; b < N_BUFFERS && self->gpu.rank == 0; b++)
+        write_buffer(self, b, buffer_factor(step, 0, b));
+    replay(self, exec);
+    await_buffers(self, step, 0);
+    CHECK_OK(pl_step_forward_begins(self->step));
+    check_buffers(self);
+}
+
+static void train_by_graph(rank_tensors *self)
+{
+    CUgraphExec exec = NULL;
+    const size_t view = 5;
+    warm_up(self);
+    check_refused(self, 1, "before its buckets are in their final order");
+    for (uint64_t step = 1; step <= N_WARM; step++)
+        if (!train_step(self, step))
+            return;
+    drop_all_kept(self);
+    if (!CHECK_OK(forward(self, 10)))
+        return;
+    begin_capture(self);
+    CHECK(take_step(self, 10));
+    await_buffers(self, 10, 0);
+    CUgraph graph = end_capture(self);
+    if (!CHECK(cuGraphInstantiate(&exec, graph, 0) == 0))
+        return;
+    for (int k = 0; k < N_REPLAYS; k++)
+        replay(self, exec);
+    replay_with_buffers(self, exec, 11);
+    /* Steps whose views are kept go to new memory; replays use the old. */
+    for (uint64_t step = 12; step <= 15; step++)
+        if (!train_step(self, step))
+            return;
+    drop_all_kept(self);
+    zero(self);
+    replay(self, exec);
+    streams_behind(&self->gpu);
+    if (!train_step(self, 16) || !CHECK(cuGraphExecDestroy(exec) == 0))
+        return;
+    CHECK(cuGraphDestroy(graph) == 0);
+    drop_all_kept(self);
+    self->kept[0] = self->grads[view];
+    (void)hold_maybe(self->kept[0].tensor);
+    CHECK(self->kept[0].tensor->window != NULL);
+    check_refused(self, 17, "while gradients of an earlier step are kept");
+    (void)pthread_barrier_wait(&self->world->worlds.meeting); /* all were refused */
+    pl_step_fail(self->step, "the test has kept a gradient");
+}
+
+/* ---- buckets, and what a GPU cannot do ------------------------------------------ */
+
+/* Copies a bucket to a tensor and back, with other values, on another stream. */
+static void copy_bucket(rank_tensors *self, size_t b)
+{
+    const pl_bucket_plan *bucket = &pl_step_look(self->step).plan->buckets[b];
+    const size_t n_elems = pl_step_bucket_elems(self->step, b);
+    const pli_layout layout = layout_of(1, (int)n_elems, 0);
+    pl_grad *flat = tensor_new(self, &layout);
+    float *memory = flat->data;
+    tensor_fill(flat, -5);
+    CHECK_OK(pl_step_copy_bucket(self->step, b, flat->data, PL_FROM_SLOTS));
+    for (size_t m = 0; m < bucket->n_params; m++) {
+        const size_t i = bucket->params[m];
+        flat->layout = param_layout(i, 0);
+        tensor_check(&(expected_tensor){flat, self->grads[i].factor});
+        tensor_fill(flat, self->grads[i].factor + 1);
+        flat->data += flat->layout.n_elems;
+        if (self->grads[i].tensor->window != NULL)
+            self->grads[i].factor++;
+    }
+    CHECK(flat->data == memory + n_elems);
+    CHECK_OK(pl_step_copy_bucket(self->step, b, memory, PL_TO_SLOTS));
+    for (size_t m = 0; m < bucket->n_params; m++)
+        tensor_check(&self->grads[bucket->params[m]]);
+    tensor_drop(flat);
+}
+
+static void train_and_copy(rank_tensors *self)
+{
+    for (uint64_t step = 1; step <= N_STEPS; step++) {
+        if (!train_step(self, step))
+            return;
+        streams_behind(&self->gpu);
+        self->current = self->gpu.n_streams - 1;
+        for (size_t b = 0; b < pl_step_look(self->step).plan->n_buckets; b++)
+            copy_bucket(self, b);
+        stream_behind(&self->gpu, 0, self->current);
+    }
+    CHECK_FAILS(pl_step_take_in_context(self->step, 0, 3), PL_EUNSUPPORTED,
+                "models on the CPU only");
 }
 
 /* ---- worlds --------------------------------------------------------------------- */
@@ -467,6 +369,24 @@ TEST(a_gradient_in_use_may_not_be_replaced_during_backward)
         tensor_world world = world_of(70000 + seed);
         world.it.world_size = 1;
         world.train = replace_in_use;
+        tensors_run(&world);
+    }
+}
+
+TEST(a_captured_step_is_exact_in_each_replay_and_refused_where_views_stay)
+{
+    EACH_SEED (seed, SEEDS) {
+        tensor_world world = world_of(80000 + seed);
+        world.train = train_by_graph;
+        tensors_run(&world);
+    }
+}
+
+TEST(buckets_are_copied_on_the_stream_of_the_caller)
+{
+    EACH_SEED (seed, SEEDS / 2) {
+        tensor_world world = world_of(90000 + seed);
+        world.train = train_and_copy;
         tensors_run(&world);
     }
 }
