@@ -57,6 +57,16 @@ static inline void accumulate(rank_tensors *self, size_t i, pl_grad *grad)
     }
 }
 
+/* Nothing is retained for a bucket that is posted. */
+static inline void check_released(const rank_tensors *self)
+{
+    const pl_reducer *reducer = self->step->reducer;
+    for (size_t b = 0; b < reducer->n_posted; b++)
+        for (size_t m = 0; m < reducer->plan->buckets[b].n_params; m++)
+            CHECK(self->step->slots[reducer->plan->buckets[b].params[m]].retained ==
+                  NULL);
+}
+
 static inline pl_status arrive(rank_tensors *self, uint64_t step, size_t i, int k_grad)
 {
     const int is_strided = step_percent(&self->world->it, step, self->gpu.rank, i, 4) <
@@ -71,6 +81,8 @@ static inline pl_status arrive(rank_tensors *self, uint64_t step, size_t i, int 
     accumulate(self, i, grad);
     const pl_status st = pl_step_take(
         self->step, i, has_hooks ? PL_ARRIVES_AFTER_HOOKS : PL_ARRIVES_ALONE, &is_due);
+    if (st == PL_OK)
+        check_released(self);
     if (st == PL_OK && has_hooks) /* a later hook changes it */
         tensor_fill(self->grads[i].tensor, -77);
     return st;
@@ -234,26 +246,59 @@ static inline int take_step(rank_tensors *self, uint64_t step)
     return 1;
 }
 
+/* Overwrites the gradients to which no rank adds in this step. */
+static inline void fill_unused(rank_tensors *self, uint64_t step, double factor)
+{
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        int is_used = 0;
+        for (int r = 0; r < self->world->it.world_size; r++)
+            is_used |= n_grads(self, step, r, i) > 0;
+        if (is_used || self->grads[i].tensor == NULL)
+            continue;
+        self->grads[i].factor = factor;
+        tensor_fill(self->grads[i].tensor, factor);
+    }
+}
+
+/* Before a step that adds to gradients. */
+static inline void use_grads(rank_tensors *self, uint64_t step)
+{
+    const int rank = self->gpu.rank;
+    const size_t k = draw_below(self->gpu.random, N_KEPT);
+    const size_t kept = draw_below(self->gpu.random, N_PARAMS);
+    fill_unused(self, step, 1 + rank); /* a value of its own, which stays */
+    /* A recorded sum is a new tensor, so the old one stays as it is. */
+    if (self->is_recorded && n_grads(self, step, rank, kept) > 0) {
+        drop_kept(self, k);
+        self->kept[k] = self->grads[kept];
+        (void)hold_maybe(self->kept[k].tensor);
+    }
+}
+
 static inline int train_step(rank_tensors *self, uint64_t step)
 {
     const tensor_world *world = self->world;
     pl_grad *before[N_PARAMS];
     pl_grad *other = NULL;
     self->current = 0;
+    self->is_recorded = step_is_any(self, step, 7, world->percent_recorded);
     if (!step_is_any(self, step, 6, world->percent_grown)) {
         keep(self);
         zero(self);
-    } else if (draw_below(self->gpu.random, 3) == 0) {
-        other = alias(self, self->grads[draw_below(self->gpu.random, N_PARAMS)].tensor);
+    } else {
+        use_grads(self, step);
+        if (draw_below(self->gpu.random, 3) == 0)
+            other =
+                alias(self, self->grads[draw_below(self->gpu.random, N_PARAMS)].tensor);
     }
     for (size_t i = 0; i < N_PARAMS; i++)
         before[i] = self->grads[i].tensor;
-    self->is_recorded = step_is_any(self, step, 7, world->percent_recorded);
     if (!CHECK_OK(forward(self, step)) || !take_step(self, step))
         return 0;
     for (size_t i = 0; i < N_PARAMS; i++)
         CHECK(before[i] == NULL || !world->keeps_grads || self->is_recorded ||
               self->grads[i].tensor == before[i]);
+    fill_unused(self, step, 6);
     tensor_drop(other);
     await_buffers(self, step, draw_below(self->gpu.random, 3) == 0);
     return 1;
