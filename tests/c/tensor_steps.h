@@ -11,8 +11,8 @@
 static inline int n_grads(const rank_tensors *self, uint64_t step, int rank, size_t i)
 {
     const model *it = &self->world->it;
-    if (step_percent(it, step, rank, i, 1) < it->percent_unused)
-        return 0;
+    if (i > 0 && step_percent(it, step, rank, i, 1) < it->percent_unused)
+        return 0; /* the first is always used: each rank takes each step */
     return 1 + (!param_has_hooks(self, i) &&
                 step_percent(it, step, rank, i, 2) < it->percent_twice);
 }

@@ -170,6 +170,8 @@ static void check_refused(rank_tensors *self, uint64_t step, const char *words)
 static void replay(const rank_tensors *self, CUgraphExec exec)
 {
     const int n_before = atomic_load(&n_checked);
+    for (size_t k = 1; k < self->gpu.n_streams; k++)
+        stream_behind(&self->gpu, 0, k); /* memory of the graph was freed there */
     CHECK(cuGraphLaunch(exec, main_stream(self)) == 0);
     CHECK(cuStreamSynchronize(main_stream(self)) == 0);
     CHECK(atomic_load(&n_checked) - n_before >= N_PARAMS - 1);
