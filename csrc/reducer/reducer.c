@@ -11,11 +11,6 @@ enum {
 
 /* ---- the arena ------------------------------------------------------------------ */
 
-static size_t line_up(size_t n_bytes)
-{
-    return (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
-}
-
 static arena_layout lay_out_arena(const pl_reducer_spec *spec)
 {
     /* Buckets begin on a page, so that they can be mapped separately: a multiple of

@@ -1,6 +1,6 @@
 /* reducer_finish.c - ends a step: posts the remaining buckets, reduces late gradients,
- * checks that all ranks got the same means, and learns the
- * next plan; or fails the step. */
+ * checks that all ranks got the same means, and learns the next plan; or fails the
+ * step. */
 #include <stdio.h>
 #include <string.h>
 

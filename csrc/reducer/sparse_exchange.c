@@ -65,6 +65,12 @@ struct pl_exchange {
     size_t n_laid, n_taken;                    /* pieces */
 };
 
+int64_t *pl_no_indices(void)
+{
+    static int64_t none;
+    return &none;
+}
+
 /* ---- life ----------------------------------------------------------------------- */
 
 /* PL_OK if the rows of table t, which has n_rows, are in ascending order, each once. */

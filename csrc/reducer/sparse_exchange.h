@@ -40,6 +40,9 @@ typedef struct pl_sparse_rows {
     size_t n_rows;
 } pl_sparse_rows;
 
+/* The indices of no row: an empty list may have no memory, and NULL means all rows. */
+int64_t *pl_no_indices(void);
+
 typedef struct pl_exchange_spec {
     pl_comm *comm;              /* borrowed */
     size_t offset_bytes;        /* of the staging, in the arena; a multiple of a line */

@@ -77,11 +77,10 @@ pl_status pli_step_copy(pl_step *self, pl_stream *stream)
     self->n_moves = 0;
     if (n_moves == 0)
         return PL_OK;
-    void *lock = is_on_device(self) ? self->host->let_go(self->context) : NULL;
+    void *lock = let_go_if(self, is_on_device(self));
     const pl_status st =
         self->backend->ops->copy(self->backend, self->moves, n_moves, stream);
-    if (is_on_device(self))
-        self->host->take_back(lock);
+    take_back(self, lock);
     return st;
 }
 
@@ -105,8 +104,7 @@ static pl_status make_spec(const pl_step_spec *spec, pl_reducer_spec *out)
             out->staging_bytes = PLI_EXCHANGE_BYTES;
     }
     for (size_t b = 0; b < spec->n_buffers; b++)
-        out->extra_bytes +=
-            (spec->buffer_bytes[b] + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+        out->extra_bytes += line_up(spec->buffer_bytes[b]);
 done:
     return st;
 }
@@ -144,7 +142,7 @@ static pl_status make_slots(pl_step *self, const pl_step_spec *spec)
     for (size_t b = 0; b < spec->n_buffers; b++) {
         const size_t n_bytes = spec->buffer_bytes[b];
         self->buffers.all[b] = (step_buffer){.offset = offset, .n_bytes = n_bytes};
-        offset += (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+        offset += line_up(n_bytes);
     }
     pli_grads_init(self, spec);
 done:
@@ -235,7 +233,7 @@ void pl_step_destroy(pl_step *self)
 
 pl_status pl_step_check_process(const pl_step *self)
 {
-    if (getpid() == self->owner_pid)
+    if (!is_forked(self))
         return PL_OK;
     return pli_fail(
         PL_ESTATE,
@@ -318,7 +316,7 @@ static pl_status enter(pl_step *self, size_t i, long context, int *is_in_step)
     pl_status st = PL_OK;
     *is_in_step = 0;
     if (!pl_reducer_is_active(self->reducer)) {
-        if (getpid() != self->owner_pid)
+        if (is_forked(self))
             goto done; /* a forked child trains the bare model on its own */
         if (!pli_forwards_begin_step(self, i)) {
             if (context == PL_NO_CONTEXT)
@@ -601,13 +599,12 @@ pl_status pl_step_finish(pl_step *self)
 
 void pl_step_fail(pl_step *self, const char *text)
 {
-    if (getpid() != self->owner_pid)
+    if (is_forked(self))
         return; /* a forked child has no part in the world */
     /* On a device this aborts the communicator, which may take a while. */
-    void *lock = is_on_device(self) ? self->host->let_go(self->context) : NULL;
+    void *lock = let_go_if(self, is_on_device(self));
     pl_reducer_fail(self->reducer, text);
-    if (is_on_device(self))
-        self->host->take_back(lock);
+    take_back(self, lock);
     pli_forwards_fail_step(self);
     if (self->hook != NULL)
         self->hook->abandon(self->context);
@@ -616,7 +613,7 @@ void pl_step_fail(pl_step *self, const char *text)
 
 pl_status pl_step_notice_failure(pl_step *self)
 {
-    if (getpid() != self->owner_pid || pl_reducer_is_active(self->reducer) ||
+    if (is_forked(self) || pl_reducer_is_active(self->reducer) ||
         pl_reducer_has_failed(self->reducer))
         return PL_OK;
     return pl_reducer_notice_failure(self->reducer);
@@ -681,17 +678,11 @@ done:
 
 /* ---- communication hooks -------------------------------------------------------- */
 
-static pl_status post(void *context, size_t bucket)
-{
-    const pl_step *self = context;
-    return self->hook->post(self->context, bucket);
-}
-
 pl_status pl_step_set_hook(pl_step *self, const pl_step_hook *hook,
                            const pl_plan_caps *caps)
 {
     pl_status st = PL_OK;
-    const pl_comm_hook posts = {.context = self, .post = post};
+    const pl_comm_hook posts = {.context = self->context, .post = hook->post};
     PL_TRY(pl_reducer_set_comm_hook(self->reducer, &posts, caps));
     self->hook = hook;
 done:

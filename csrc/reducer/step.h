@@ -119,7 +119,8 @@ typedef struct pl_step_host {
     pl_status (*is_recorded)(void *context, int *out);
     /* Whether other hooks than ours see parameter i's gradient before the step ends. */
     int (*has_hooks)(void *context, size_t i);
-    /* Let other threads use the caller meanwhile; `take_back` gets let_go's result. */
+    /* Let other threads use the caller meanwhile; `take_back` gets the result of
+     * let_go, which is not NULL. */
     void *(*let_go)(void *context);
     void (*take_back)(void *lock);
     /* Fails if a signal handler has raised. */
@@ -295,7 +296,7 @@ pl_status pl_step_close(pl_step *step) PL_MUST_USE;
  * the step is still active, the caller reports that by pl_step_fail(). */
 pl_status pl_step_finish(pl_step *step) PL_MUST_USE;
 
-/* The name of the k-th phase of a step's end; NULL: there is none. */
+/* Returns the name of phase k of a step's end, or NULL behind the last. */
 const char *pl_step_phase(size_t k);
 
 /* The step failed here: sends the text to the peers; NULL: a traceback follows. */

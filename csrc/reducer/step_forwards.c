@@ -12,7 +12,6 @@
  * The counts of forwards go with each step's flags.
  */
 #include <stdio.h>
-#include <unistd.h>
 
 #include "step_state.h"
 
@@ -80,7 +79,7 @@ void pl_step_forward_raises(pl_step *self, pl_forward_mode mode)
  * same one. */
 void pl_step_forward_fails(pl_step *self, pl_forward_mode mode)
 {
-    if (!self->settings->is_on || getpid() != self->owner_pid)
+    if (!self->settings->is_on || is_forked(self))
         return;
     if (pl_reducer_has_failed(self->reducer)) { /* it could not leave a failed step */
         self->forwards.n_failed++;

@@ -258,11 +258,9 @@ static pl_status mark_ready(pl_step *self, size_t i, const void *data,
 {
     pl_status st = PL_OK;
     PL_TRY(protect(self, i, mode));
-    const int lets_go = takes_long(self, i, mode);
-    void *lock = lets_go ? self->host->let_go(self->context) : NULL;
+    void *lock = let_go_if(self, takes_long(self, i, mode));
     st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->stream, out);
-    if (lets_go)
-        self->host->take_back(lock);
+    take_back(self, lock);
 done:
     return st;
 }
@@ -637,6 +635,24 @@ done:
     return st;
 }
 
+/* The slot holds the mean of sparse gradients: makes it `.grad`, sparse again, or dense
+ * if any rank's gradient was dense. */
+static pl_status put_sparse_mean(pl_step *self, size_t i)
+{
+    pl_status st = PL_OK;
+    const unsigned n_dims = pl_reducer_sparse_dims(self->reducer, i);
+    pl_grad *slot = NULL;
+    pl_grad *mean = NULL;
+    PL_TRY(borrow_slot(self, i, &slot));
+    PL_TRY(n_dims > 0 ? self->grads->to_sparse(self->context, slot, n_dims, &mean)
+                      : self->grads->clone(self->context, slot, &mean));
+    PL_TRY(self->grads->put_mean(self->context, i, mean));
+done:
+    drop_grad(self, mean);
+    drop_grad(self, slot);
+    return st;
+}
+
 static pl_status bind_dense(pl_step *self, size_t i)
 {
     static pl_status (*const bind_by_mode[])(pl_step *, size_t) = {
@@ -647,7 +663,7 @@ static pl_status bind_dense(pl_step *self, size_t i)
     const step_slot *slot = &self->slots[i];
     if (pl_reducer_sparse_dims(self->reducer, i) > 0 ||
         (slot->n_sparse_dims > 0 && slot->mode == SLOT_COPY))
-        return pli_sparse_put_mean(self, i);
+        return put_sparse_mean(self, i);
     return bind_by_mode[slot->mode](self, i);
 }
 

@@ -1,12 +1,9 @@
-/* step_sparse.c - gradients that are sparse tensors.
+/* step_sparse.c - gradients of parameters that are declared sparse.
  *
  * A parameter *declared* sparse has no place in the buckets.  Its gradient is counted
  * when it comes and stays where it is.  At the end of the step, the rows that any rank
  * has are averaged over all ranks (sparse_exchange.h).  If any rank's gradient is
  * dense, the mean is dense on every rank.
- *
- * A sparse gradient of any other parameter is reduced as a dense copy.  The result is
- * sparse if no rank's gradient was dense.
  */
 #include "core/alloc.h"
 #include "step_state.h"
@@ -52,13 +49,6 @@ static pl_table table_of(const pli_layout *layout)
     return table;
 }
 
-/* Stands for an empty list of rows, which has no memory: NULL would mean all rows. */
-static int64_t *no_indices(void)
-{
-    static int64_t none;
-    return &none;
-}
-
 static pl_status read_part(sparse_step *self, size_t t, size_t slot)
 {
     pl_status st = PL_OK;
@@ -66,7 +56,7 @@ static pl_status read_part(sparse_step *self, size_t t, size_t slot)
     pl_sparse_rows *rows = &self->rows[t];
     self->parts[t].slot = slot;
     self->tables[t] = table_of(step->slots[slot].layout);
-    *rows = (pl_sparse_rows){.indices = no_indices()};
+    *rows = (pl_sparse_rows){.indices = pl_no_indices()};
     if (step->role !=
         PL_ACTIVE) /* the gradient is that of an earlier step: ignore it */
         goto done;
@@ -185,22 +175,5 @@ pl_status pli_sparse_finish(pl_step *self)
     pli_free(sparse.parts);
     pli_free(sparse.tables);
     pli_free(sparse.rows);
-    return st;
-}
-
-pl_status pli_sparse_put_mean(pl_step *self, size_t i)
-{
-    pl_status st = PL_OK;
-    const unsigned n_dims = pl_reducer_sparse_dims(self->reducer, i);
-    const pl_place place = {.memory = slot_memory(self->reducer, i)};
-    pl_grad *slot = NULL;
-    pl_grad *mean = NULL;
-    PL_TRY(self->grads->over(self->context, &place, self->slots[i].layout, &slot));
-    PL_TRY(n_dims > 0 ? self->grads->to_sparse(self->context, slot, n_dims, &mean)
-                      : self->grads->clone(self->context, slot, &mean));
-    PL_TRY(self->grads->put_mean(self->context, i, mean));
-done:
-    drop_grad(self, mean);
-    drop_grad(self, slot);
     return st;
 }

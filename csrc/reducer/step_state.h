@@ -2,6 +2,8 @@
 #ifndef PLI_STEP_STATE_H
 #define PLI_STEP_STATE_H
 
+#include <unistd.h>
+
 #include "reducer_state.h"
 #include "step.h"
 
@@ -121,6 +123,11 @@ static inline int is_on_device(const pl_step *self)
     return self->comm->device != NULL;
 }
 
+static inline int is_forked(const pl_step *self)
+{
+    return getpid() != self->owner_pid;
+}
+
 /* The slot's offset in the window. */
 static inline size_t slot_in_window(const pl_step *self, size_t i)
 {
@@ -186,6 +193,18 @@ static inline pl_grad *hold_grad(const pl_step *self, pl_grad *grad)
 
 /* ---- the caller's threads (step.c) ---------------------------------------------- */
 
+/* If `lets`, lets other threads use the caller until take_back(). */
+static inline void *let_go_if(const pl_step *self, int lets)
+{
+    return lets ? self->host->let_go(self->context) : NULL;
+}
+
+static inline void take_back(const pl_step *self, void *lock)
+{
+    if (lock != NULL)
+        self->host->take_back(lock);
+}
+
 /* Calls `slice` until it is done; other threads may use the caller meanwhile, and
  * signals are handled between two slices. */
 typedef pl_status (*slice_fn)(void *argument, int64_t slice_ns);
@@ -248,10 +267,6 @@ pl_status pli_grads_refresh_window(pl_step *self) PL_MUST_USE;
 /* After the means of the buckets: averages the gradients declared sparse, of all slots.
  * Each slot's target is its mean, unless a communication hook stored that. */
 pl_status pli_sparse_finish(pl_step *self) PL_MUST_USE;
-
-/* For a slot not declared sparse: makes its mean the gradient, sparse again, or dense
- * if any rank's gradient was dense. */
-pl_status pli_sparse_put_mean(pl_step *self, size_t i) PL_MUST_USE;
 
 /* ---- forwards (step_forwards.c) ------------------------------------------------- */
 

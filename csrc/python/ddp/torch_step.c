@@ -225,7 +225,6 @@ static pl_status n_writes(void *context, pl_grad *grad, long *out)
 static int read_tuple(const module_state *state, PyObject *tuple, const pl_table *table,
                       pl_sparse_rows *out)
 {
-    static int64_t none; /* stands for an empty list: NULL would mean all rows */
     PyObject *numbers, *values, *mean;
     pli_tensor tensor;
     if (!PyArg_ParseTuple(tuple, "OO|O", &numbers, &values, &mean))
@@ -235,7 +234,7 @@ static int read_tuple(const module_state *state, PyObject *tuple, const pl_table
         if (pli_tensor_read(state, numbers, "row numbers", &tensor) != 0)
             return -1;
         out->n_rows = tensor.layout.n_elems;
-        out->indices = out->n_rows > 0 ? tensor.data : &none;
+        out->indices = out->n_rows > 0 ? tensor.data : pl_no_indices();
         if (tensor.layout.dtype != PL_I64)
             goto misfit;
     }
