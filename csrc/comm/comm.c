@@ -94,48 +94,6 @@ pl_status pl_comm_issue(pl_comm *comm, const pl_op *op, pl_ticket *out)
     return pli_comm_issue_ordered(comm, op, &no_order, out);
 }
 
-pl_status pl_comm_progress(pl_comm *comm)
-{
-    return comm->ops->progress(comm);
-}
-
-pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
-{
-    return comm->ops->wait(comm, ticket, slice_ns);
-}
-
-void pl_comm_abort(pl_comm *comm, const char *message)
-{
-    if (comm != NULL)
-        comm->ops->abort(comm, message);
-}
-
-void pl_comm_leave(pl_comm *comm)
-{
-    comm->ops->leave(comm);
-}
-
-void pl_comm_destroy(pl_comm *comm)
-{
-    if (comm != NULL)
-        comm->ops->destroy(comm);
-}
-
-int pl_comm_rank(const pl_comm *comm)
-{
-    return comm->rank;
-}
-
-int pl_comm_world_size(const pl_comm *comm)
-{
-    return comm->world_size;
-}
-
-size_t pl_comm_arena_bytes(const pl_comm *comm)
-{
-    return comm->arena_bytes;
-}
-
 /* ---- for a kind built on another ----------------------------------------------- */
 
 void pli_base_work(pl_comm *comm)

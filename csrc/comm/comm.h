@@ -19,6 +19,8 @@
 #include "core/status.h"
 #include "ipc/recorder.h"
 
+typedef struct pl_comm pl_comm;
+
 /* Device-side order of one operation. */
 typedef struct pli_order {
     pl_event *ready; /* the range is valid after this event; NULL on the CPU */
@@ -115,7 +117,7 @@ enum { PLI_MOST_NOTICES = 127 };
 /* chunk_bytes over shared memory: a chunk stays in cache between two ranks. */
 enum { PLI_SHM_CHUNK_BYTES = 1 << 20 };
 
-/* Every kind's struct begins with this one. */
+/* A rank's handle to a world; every kind's struct begins with this one. */
 struct pl_comm {
     const pl_comm_ops *ops;
     const pli_host_ops *host;     /* NULL unless the kind is shared memory itself */
@@ -132,6 +134,72 @@ struct pl_comm {
     int is_group_comm;
     pli_recorder *recorder; /* of this rank's steps; NULL if none; borrowed */
 };
+
+/* ---- for callers ---------------------------------------------------------------- */
+
+static inline int pl_comm_rank(const pl_comm *comm)
+{
+    return comm->rank;
+}
+
+static inline int pl_comm_world_size(const pl_comm *comm)
+{
+    return comm->world_size;
+}
+
+static inline size_t pl_comm_arena_bytes(const pl_comm *comm)
+{
+    return comm->arena_bytes;
+}
+
+/* Issues op, which declares this rank's range ready, and returns at once.  Until the
+ * caller has waited for op, it must not touch the range, and no other operation may
+ * overlap it.  PL_EINVAL for a bad range; PL_EPEER, PL_EMISMATCH for a failed world. */
+pl_status pl_comm_issue(pl_comm *comm, const pl_op *op, pl_ticket *out) PL_MUST_USE;
+
+/* Like pl_comm_issue(), with the device-side order of the operation. */
+pl_status pli_comm_issue_ordered(pl_comm *comm, const pl_op *op, const pli_order *order,
+                                 pl_ticket *out) PL_MUST_USE;
+
+/* Does the part of this rank's work that needs no waiting. */
+PL_MUST_USE static inline pl_status pl_comm_progress(pl_comm *comm)
+{
+    return comm->ops->progress(comm);
+}
+
+/* Waits until every rank has done its part of all operations up to `ticket`, and
+ * meanwhile works for every world with the same pl_progress.  PL_EAGAIN after
+ * about slice_ns, so that the caller can check for signals and call again; PL_EPEER,
+ * PL_ETIMEOUT and PL_EMISMATCH name the rank at fault.  On one host, once this rank has
+ * done its part of an operation that ends a step, peers may see the step end at any
+ * moment: the call then waits without slices, unless slice_ns is 0. */
+PL_MUST_USE static inline pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket,
+                                                 int64_t slice_ns)
+{
+    return comm->ops->wait(comm, ticket, slice_ns);
+}
+
+/* Fails the world: on every rank, all calls return PL_EPEER with `message` from now on,
+ * except waits for what every rank has done.  `comm` may be NULL. */
+static inline void pl_comm_abort(pl_comm *comm, const char *message)
+{
+    if (comm != NULL)
+        comm->ops->abort(comm, message);
+}
+
+/* Tells the peers that this rank leaves: if one waits for it from now on, that wait
+ * fails with this reason.  Never waits; may be called twice. */
+static inline void pl_comm_leave(pl_comm *comm)
+{
+    comm->ops->leave(comm);
+}
+
+/* Leaves, then frees everything.  Never waits. */
+static inline void pl_comm_destroy(pl_comm *comm)
+{
+    if (comm != NULL)
+        comm->ops->destroy(comm);
+}
 
 /* Call before the first step.  The world then records its operations, its waits and the
  * rank's activity, until it is destroyed or the recorder is set to NULL. */
@@ -193,10 +261,6 @@ static inline pl_comm *pli_comm_lowest(pl_comm *comm)
         comm = comm->base;
     return comm;
 }
-
-/* Like pl_comm_issue(), with the device-side order of the operation. */
-pl_status pli_comm_issue_ordered(pl_comm *comm, const pl_op *op, const pli_order *order,
-                                 pl_ticket *out) PL_MUST_USE;
 
 /* Orders `stream` after all device operations issued so far; no-op without a device. */
 static inline pl_status pli_comm_order(pl_comm *comm, pl_stream *stream)

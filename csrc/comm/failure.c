@@ -16,23 +16,6 @@ static uint64_t pack(const pli_failure *failure)
     return (uint64_t)(uint16_t)failure->rank << 16 | (uint64_t)failure->reason << 8 | 1;
 }
 
-static pli_failure unpack(uint64_t word)
-{
-    return (pli_failure){
-        .rank = (int)(word >> 16 & 0xffff),
-        .reason = (pli_reason)(word >> 8 & 0xff),
-    };
-}
-
-int pli_failure_get(const pli_shm_segment *segment, pli_failure *out)
-{
-    const uint64_t word = atomic_load(&pli_header_of(segment)->failure);
-    if (word == 0)
-        return 0;
-    *out = unpack(word);
-    return 1;
-}
-
 void pli_failure_set(const pli_shm_segment *segment, const pli_failure *failure)
 {
     uint64_t none = 0;

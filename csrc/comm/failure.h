@@ -18,7 +18,14 @@ typedef struct pli_failure {
 } pli_failure;
 
 /* Returns non-zero and fills *out if the world has failed. */
-int pli_failure_get(const pli_shm_segment *segment, pli_failure *out);
+static inline int pli_failure_get(const pli_shm_segment *segment, pli_failure *out)
+{
+    const uint64_t word = atomic_load(&pli_header_of(segment)->failure);
+    if (word != 0)
+        *out = (pli_failure){.rank = (int)(word >> 16 & 0xffff),
+                             .reason = (pli_reason)(word >> 8 & 0xff)};
+    return word != 0;
+}
 
 /* Records a failure, unless one stands, and wakes every waiting rank. */
 void pli_failure_set(const pli_shm_segment *segment, const pli_failure *failure);

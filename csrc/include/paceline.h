@@ -1,14 +1,13 @@
-/* paceline.h - the public interface of Paceline's core.
+/* paceline.h - the terms of Paceline's core: status codes, data types, operations.
  *
  * A *world* is a set of ranks.  Each rank has an arena, and all arenas have the same
  * size and layout: byte k of one corresponds to byte k of every other.  Ranks
  * communicate by *operations* on ranges of their arenas.  Every rank issues the same
  * operations in the same order.
  *
- * This header declares status codes, data types, operations, and pl_comm, a rank's
- * handle to a world.  On top of it, core/plan.h lays parameters out in buckets of an
- * arena, reducer/reducer.h fills the buckets and issues them, and reducer/step.h says
- * when.
+ * A pl_comm (comm/comm.h) is a rank's handle to a world.  core/plan.h lays parameters
+ * out in buckets of an arena, reducer/reducer.h fills the buckets and issues them, and
+ * reducer/step.h says when.
  *
  * Every fallible call returns pl_status and leaves its message in pl_error_message(),
  * which is per thread.  Out-parameters come last and are written only on success.
@@ -22,10 +21,8 @@
 
 #if defined(__GNUC__)
 #define PL_MUST_USE __attribute__((warn_unused_result))
-#define PL_API __attribute__((visibility("default")))
 #else
 #define PL_MUST_USE
-#define PL_API
 #endif
 
 enum { PL_MAX_RANKS = 1024 }; /* per host; a host's memory runs out earlier */
@@ -53,11 +50,11 @@ typedef enum pl_status {
 } pl_status;
 
 /* The fixed text of a code; never NULL. */
-PL_API const char *pl_status_text(pl_status st);
+const char *pl_status_text(pl_status st);
 
 /* The message of this thread's last failed call.  Borrowed until this thread's next
  * failed call; never NULL. */
-PL_API const char *pl_error_message(void);
+const char *pl_error_message(void);
 
 /* ---- data types ----------------------------------------------------------------- */
 
@@ -83,8 +80,21 @@ typedef enum pl_dtype {
 } pl_dtype;
 
 /* Bytes of one element; 0 if `dtype` is not a pl_dtype. */
-PL_API size_t pl_dtype_bytes(pl_dtype dtype);
-PL_API const char *pl_dtype_text(pl_dtype dtype);
+static inline size_t pl_dtype_bytes(pl_dtype dtype)
+{
+    switch (dtype) {
+#define PL_DTYPE_BYTES(name, number, bytes, text)                                      \
+    case name:                                                                         \
+        return bytes;
+        PL_DTYPE_MAP(PL_DTYPE_BYTES)
+#undef PL_DTYPE_BYTES
+    case PL_N_DTYPES:
+        break;
+    }
+    return 0;
+}
+
+const char *pl_dtype_text(pl_dtype dtype);
 
 typedef enum pl_reduction {
     PL_SUM,  /* in rank order; 16-bit floats are summed in fp32 and rounded once */
@@ -124,42 +134,5 @@ typedef struct pl_op {
 
 /* The number of an operation in its world, from 1.  Tickets only grow. */
 typedef uint64_t pl_ticket;
-
-/* ---- communication -------------------------------------------------------------- */
-
-typedef struct pl_comm pl_comm;
-
-/* Issues op, which declares this rank's range ready, and returns at once.  Until the
- * caller has waited for op, it must not touch the range, and no other operation may
- * overlap it.  PL_EINVAL for a bad range; PL_EPEER, PL_EMISMATCH for a failed world. */
-PL_API pl_status pl_comm_issue(pl_comm *comm, const pl_op *op,
-                               pl_ticket *out) PL_MUST_USE;
-
-/* Does the part of this rank's work that needs no waiting. */
-PL_API pl_status pl_comm_progress(pl_comm *comm) PL_MUST_USE;
-
-/* Waits until every rank has done its part of all operations up to `ticket`, and
- * meanwhile works for every world with the same pl_progress.  PL_EAGAIN after
- * about slice_ns, so that the caller can check for signals and call again; PL_EPEER,
- * PL_ETIMEOUT and PL_EMISMATCH name the rank at fault.  On one host, once this rank has
- * done its part of an operation that ends a step, peers may see the step end at any
- * moment: the call then waits without slices, unless slice_ns is 0. */
-PL_API pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket,
-                              int64_t slice_ns) PL_MUST_USE;
-
-/* Fails the world: on every rank, all calls return PL_EPEER with `message` from now on,
- * except waits for what every rank has done.  `comm` may be NULL. */
-PL_API void pl_comm_abort(pl_comm *comm, const char *message);
-
-/* Tells the peers that this rank leaves: if one waits for it from now on, that wait
- * fails with this reason.  Never waits; may be called twice. */
-PL_API void pl_comm_leave(pl_comm *comm);
-
-/* Leaves, then frees everything.  Never waits. */
-PL_API void pl_comm_destroy(pl_comm *comm);
-
-PL_API int pl_comm_rank(const pl_comm *comm);
-PL_API int pl_comm_world_size(const pl_comm *comm);
-PL_API size_t pl_comm_arena_bytes(const pl_comm *comm);
 
 #endif

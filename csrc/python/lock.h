@@ -8,9 +8,9 @@
  * and no more.
  *
  * Two things differ.  An object whose last reference another thread drops waits for the
- * lock before it leaves our lists, so code that follows a borrowed pointer must call
- * pli_reducer_ref() first.  And the lock protects only our data: no other thread may
- * change a dict or a list of the caller while we read it.
+ * lock before it leaves our lists, so code that follows a borrowed pointer must first
+ * call reducer_ref() (autograd_hooks.c).  And the lock protects only our data: no other
+ * thread may change a dict or a list of the caller while we read it.
  *
  * tp_traverse runs while all threads are stopped, and takes no lock.  Nor does the
  * dealloc of an object that is in none of our lists.

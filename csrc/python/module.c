@@ -2,7 +2,7 @@
 #include "backend/cpu_sum.h"
 #include "comm/links.h"
 #include "ipc/parent_watch.h"
-#include "python/ddp/backward_end_type.h"
+#include "python/ddp/autograd_hooks.h"
 #include "python/dp/tree.h"
 
 static module_state *state_of_module(PyObject *module)

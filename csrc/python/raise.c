@@ -39,14 +39,6 @@ PyObject *pli_raise(const module_state *state, pl_status st)
     return NULL;
 }
 
-int pli_check(const module_state *state, pl_status st)
-{
-    if (st == PL_OK)
-        return 0;
-    pli_raise(state, st);
-    return -1;
-}
-
 int pli_error(PyObject *type, const char *format, ...)
 {
     va_list args;

@@ -141,7 +141,13 @@ PyObject *pli_exception_words(void);
 pl_status pli_callback_failed(void);
 
 /* As pli_raise(), but returns 0 for PL_OK and -1 otherwise. */
-int pli_check(const module_state *state, pl_status st);
+static inline int pli_check(const module_state *state, pl_status st)
+{
+    if (st == PL_OK)
+        return 0;
+    pli_raise(state, st);
+    return -1;
+}
 
 /* 0, or -1 with an exception if attach_torch() was not called (module.c). */
 int pli_needs_torch(const module_state *state);

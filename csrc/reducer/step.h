@@ -22,8 +22,9 @@
  *          end: sparse_exchange.h.
  *
  *     step (begin, end, failure)
- *       -> step_grads (policies) -> step_sparse
- *       -> step_buffers, step_forwards -> reducer (buckets)
+ *       -> step_forwards -> step_buffers
+ *       -> step_grads (policies), step_sparse
+ *            all -> step_host (the caller's threads), reducer (buckets)
  */
 #ifndef PLI_STEP_H
 #define PLI_STEP_H

@@ -191,7 +191,7 @@ static inline pl_grad *hold_grad(const pl_step *self, pl_grad *grad)
     return grad;
 }
 
-/* ---- the caller's threads (step.c) ---------------------------------------------- */
+/* ---- the caller's threads (step_host.c) ----------------------------------------- */
 
 /* If `lets`, lets other threads use the caller until take_back(). */
 static inline void *let_go_if(const pl_step *self, int lets)

@@ -6,8 +6,6 @@
  */
 #include "comm_hook.h"
 
-#include "core/alloc.h"
-
 /* ---- buckets, copied to and from a flat tensor ----------------------------------- */
 
 static int check_flat(const pl_bucket_plan *bucket, size_t n_elems,
@@ -118,35 +116,13 @@ static pl_status finish_sparse(void *context, const size_t *params, size_t n,
     return status_of(result);
 }
 
-/* ---- the hook is set ------------------------------------------------------------ */
+const pl_step_hook pli_comm_hook = {.post = post,
+                                    .finish = finish,
+                                    .settle = settle,
+                                    .finish_sparse = finish_sparse,
+                                    .abandon = abandon};
 
-PyObject *pli_comm_hook_set(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    PLI_ENTER(object);
-    static char *names[] = {"hook", "bucket_bytes", "last_bytes", "caps", NULL};
-    static const pl_step_hook hook = {.post = post,
-                                      .finish = finish,
-                                      .settle = settle,
-                                      .finish_sparse = finish_sparse,
-                                      .abandon = abandon};
-    reducer_object *self = (reducer_object *)object;
-    const module_state *state = state_of_reducer(self);
-    Py_ssize_t bucket_bytes, last_bytes;
-    PyObject *each = NULL;
-    PyObject *call = NULL;
-    pl_plan_caps caps = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onn|O!:set_comm_hook", names, &call,
-                                     &bucket_bytes, &last_bytes, &PyTuple_Type,
-                                     &each) ||
-        pli_read_caps(state, bucket_bytes, last_bytes, each, &caps) != 0)
-        return NULL;
-    const pl_status st = pl_step_set_hook(self->step, &hook, &caps);
-    pli_free((void *)caps.each);
-    if (pli_check(state, st) != 0)
-        return NULL;
-    Py_XSETREF(self->comm_hook, Py_NewRef(call));
-    Py_RETURN_NONE;
-}
+/* ---- methods of the Reducer ----------------------------------------------------- */
 
 PyObject *pli_comm_hook_poll(PyObject *object, PyObject *ignored)
 {

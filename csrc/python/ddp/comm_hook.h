@@ -9,8 +9,10 @@
  * future, raises the error about the hook instead. */
 void pli_comm_hook_raise_refusal(reducer_object *self);
 
+/* What a step with a hook calls. */
+extern const pl_step_hook pli_comm_hook;
+
 /* Methods of the Reducer. */
-PyObject *pli_comm_hook_set(PyObject *object, PyObject *args, PyObject *kwargs);
 PyObject *pli_comm_hook_poll(PyObject *object, PyObject *ignored);
 PyObject *pli_comm_hook_read_bucket(PyObject *object, PyObject *args);
 PyObject *pli_comm_hook_write_bucket(PyObject *object, PyObject *args);

@@ -1,8 +1,8 @@
 /* reducer_object.h - the Reducer object: a step (reducer/step.h) whose tensors are
  * torch's.
  *
- *     reducer_type -> hook_type -> backward_end_type -> comm_hook
- *           \------------------------> torch_step, which the step calls
+ *     reducer_type -> autograd_hooks -> comm_hook
+ *           \----------> torch_step, which the step calls
  */
 #ifndef PLI_REDUCER_OBJECT_H
 #define PLI_REDUCER_OBJECT_H
@@ -82,10 +82,10 @@ static inline int pli_has_user_hooks(const reducer_param *param)
     return param->hooks != NULL && PyDict_Size(param->hooks) > 1;
 }
 
-/* Reads and checks the caps of buckets, a tuple or NULL; out->each is for pli_free().
- * Returns -1 with ValueError if a size is out of range. */
-int pli_read_caps(const module_state *state, Py_ssize_t bucket_bytes,
-                  Py_ssize_t last_bytes, PyObject *caps, pl_plan_caps *out);
+/* What a step calls (torch_step.c): its context is the reducer_object, and a pl_grad is
+ * a PyObject. */
+extern const pl_grad_ops pli_torch_grads;
+extern const pl_step_host pli_torch_host;
 
 /* measure(params, buffers, bucket_bytes, last_bytes, sparse, device, world_size)
  * -> (arena_bytes, n_ops, header_bytes), of the module */

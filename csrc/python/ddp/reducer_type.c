@@ -2,11 +2,9 @@
  * attributes. */
 #include <stddef.h>
 
-#include "backward_end_type.h"
+#include "autograd_hooks.h"
 #include "comm_hook.h"
 #include "core/alloc.h"
-#include "hook_type.h"
-#include "torch_step.h"
 #include <structmember.h>
 
 /* A Reducer's arguments as Python passes them; all sizes are in bytes. */
@@ -54,8 +52,9 @@ static int check_sizes(Py_ssize_t bucket_bytes, Py_ssize_t last_bytes,
         bucket_bytes, last_bytes, view_bytes);
 }
 
-int pli_read_caps(const module_state *state, Py_ssize_t bucket_bytes,
-                  Py_ssize_t last_bytes, PyObject *caps, pl_plan_caps *out)
+/* Reads the caps of buckets, a tuple or NULL; out->each is for pli_free(). */
+static int read_caps(const module_state *state, Py_ssize_t bucket_bytes,
+                     Py_ssize_t last_bytes, PyObject *caps, pl_plan_caps *out)
 {
     const size_t n = caps != NULL ? (size_t)PyTuple_GET_SIZE(caps) : 0;
     size_t *each = NULL;
@@ -218,8 +217,8 @@ static int read_parts(const module_state *state, dl_device place,
                                .n_buffers = out->n_buffers,
                                .view_bytes = (size_t)args->view_bytes,
                                .world_size = args->world_size};
-    return pli_read_caps(state, args->bucket_bytes, args->last_bytes, args->caps,
-                         &out->spec.caps);
+    return read_caps(state, args->bucket_bytes, args->last_bytes, args->caps,
+                     &out->spec.caps);
 }
 
 /* Frees what only the spec reads. */
@@ -247,8 +246,7 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
                           &PyList_Type, &read.buffers, &read.bucket_bytes,
                           &read.last_bytes, &PyList_Type, &read.sparse, &device,
                           &read.world_size) ||
-        pli_check_device(state, device) != 0 ||
-        check_sizes(read.bucket_bytes, read.last_bytes, 0) != 0)
+        pli_check_device(state, device) != 0)
         return NULL;
     read.is_on_device = device != Py_None;
     if (read.is_on_device)
@@ -709,6 +707,32 @@ static PyObject *reducer_shadow_step(PyObject *object, PyObject *args)
     return Py_BuildValue("ii", last.n_active, last.last_joining);
 }
 
+/* ---- a communication hook ------------------------------------------------------- */
+
+static PyObject *reducer_set_comm_hook(PyObject *object, PyObject *args,
+                                       PyObject *kwargs)
+{
+    PLI_ENTER(object);
+    static char *names[] = {"hook", "bucket_bytes", "last_bytes", "caps", NULL};
+    reducer_object *self = reducer_of(object);
+    const module_state *state = state_of_reducer(self);
+    Py_ssize_t bucket_bytes, last_bytes;
+    PyObject *each = NULL;
+    PyObject *call = NULL;
+    pl_plan_caps caps = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onn|O!:set_comm_hook", names, &call,
+                                     &bucket_bytes, &last_bytes, &PyTuple_Type,
+                                     &each) ||
+        read_caps(state, bucket_bytes, last_bytes, each, &caps) != 0)
+        return NULL;
+    const pl_status st = pl_step_set_hook(self->step, &pli_comm_hook, &caps);
+    pli_free((void *)caps.each);
+    if (pli_check(state, st) != 0)
+        return NULL;
+    Py_XSETREF(self->comm_hook, Py_NewRef(call));
+    Py_RETURN_NONE;
+}
+
 /* ---- attributes ----------------------------------------------------------------- */
 
 static PyObject *reducer_get_step(PyObject *object, void *closure)
@@ -844,7 +868,7 @@ static PyMethodDef reducer_methods[] = {
     {"abandon", reducer_abandon, METH_O,
      "abandon($self, text, /)\n--\n\nTell the peers, unless they were told, that this "
      "rank will not take the next step, and why."},
-    {"set_comm_hook", (PyCFunction)(void (*)(void))pli_comm_hook_set,
+    {"set_comm_hook", (PyCFunction)(void (*)(void))reducer_set_comm_hook,
      METH_VARARGS | METH_KEYWORDS,
      "set_comm_hook($self, hook, bucket_bytes, last_bytes, caps=())\n--\n\nLet a hook "
      "average the buckets from now on, laid out anew with these caps. The reducer "

@@ -4,9 +4,7 @@
  * An operation that fails leaves its exception set, and returns a failure with the
  * exception's text; pli_check() keeps the exception.
  */
-#include "torch_step.h"
-
-#include "backward_end_type.h"
+#include "autograd_hooks.h"
 
 static PyObject *object_of(pl_grad *grad)
 {

@@ -1,6 +1,7 @@
-/* backward_end_type.h - live reducers, and how their steps end with a backward. */
-#ifndef PLI_BACKWARD_END_TYPE_H
-#define PLI_BACKWARD_END_TYPE_H
+/* autograd_hooks.h - what autograd calls: each parameter's hook, and the end of a
+ * backward, with which the steps of live reducers end. */
+#ifndef PLI_AUTOGRAD_HOOKS_H
+#define PLI_AUTOGRAD_HOOKS_H
 
 #include "reducer_object.h"
 
@@ -10,9 +11,13 @@ int pli_reducers_enter(module_state *state, reducer_object *self);
 /* Takes it out, if it is there. */
 void pli_reducers_leave(module_state *state, reducer_object *self);
 
-/* A new reference to a reducer found by a borrowed pointer; NULL if another thread
- * dropped its last reference and now waits for the lock to leave. */
-reducer_object *pli_reducer_ref(reducer_object *self);
+/* The hook of parameter i; and the function behind it that torch calls: a builtin, the
+ * cheapest callable. */
+PyObject *pli_hook_new(const module_state *state, reducer_object *reducer, size_t i);
+PyObject *pli_hook_function(PyObject *hook);
+
+/* The reducer is gone: makes the hook do nothing. */
+void pli_hook_detach(PyObject *hook);
 
 /* Makes the engine call us when this backward ends, unless that is queued already. */
 int pli_backward_end_queue(reducer_object *self, pl_end_origin origin);
