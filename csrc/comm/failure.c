@@ -1,12 +1,10 @@
 /* failure.c - records which rank is to blame, and reports it as a message. */
 #include "failure.h"
 
-#include <limits.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "comm.h"
-#include "core/backoff.h"
 
 /* How long a report waits for a message that the culprit has announced. */
 enum { MESSAGE_TIMEOUT_MS = 400 };
@@ -22,17 +20,6 @@ void pli_failure_set(const pli_shm_segment *segment, const pli_failure *failure)
     (void)atomic_compare_exchange_strong(&pli_header_of(segment)->failure, &none,
                                          pack(failure));
     pli_wake_ranks(segment);
-}
-
-void pli_wake_ranks(const pli_shm_segment *segment)
-{
-    pli_header *header = pli_header_of(segment);
-    /* Sequentially consistent, like the caller's store and the waiter's count and
-     * loads: either this sees the waiter, or the waiter sees what was stored. */
-    if (atomic_load(&header->n_waiters) == 0)
-        return;
-    atomic_fetch_add(&header->wakeup, 1);
-    pli_futex_wake(&header->wakeup, INT_MAX);
 }
 
 static const char *activity_text(const pli_rank *rank)

@@ -10,6 +10,9 @@
 #ifndef PLI_FAILURE_H
 #define PLI_FAILURE_H
 
+#include <limits.h>
+
+#include "core/backoff.h"
 #include "segment.h"
 
 typedef struct pli_failure {
@@ -36,6 +39,15 @@ pl_status pli_failure_report(const pli_shm_segment *segment, const pli_failure *
                              int me, const char *waiting_for) PL_MUST_USE;
 
 /* Wakes every rank that sleeps in a wait. */
-void pli_wake_ranks(const pli_shm_segment *segment);
+static inline void pli_wake_ranks(const pli_shm_segment *segment)
+{
+    pli_header *header = pli_header_of(segment);
+    /* Sequentially consistent, like the caller's store and the waiter's count and
+     * loads: either this sees the waiter, or the waiter sees what was stored. */
+    if (atomic_load(&header->n_waiters) == 0)
+        return;
+    atomic_fetch_add(&header->wakeup, 1);
+    pli_futex_wake(&header->wakeup, INT_MAX);
+}
 
 #endif

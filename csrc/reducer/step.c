@@ -298,7 +298,7 @@ pl_status pl_step_take(pl_step *self, size_t i, pl_arrival arrival, int *is_due)
     if (arrival == PL_ARRIVES_BEFORE_HOOKS)
         goto done;
     PL_TRY(check_is_first(self, i));
-    PL_TRY(pli_step_read_stream(self));
+    PL_TRY(read_stream(self));
     PL_TRY(pli_grads_take(self, i));
     *is_due = self->settings->is_compiled &&
               self->reducer->spec.n_params - self->reducer->n_ready_params == 0;
@@ -335,7 +335,7 @@ pl_status pl_step_close(pl_step *self)
     pl_status st = PL_OK;
     if (self->reducer->phase != REDUCER_FILLING)
         goto done;
-    PL_TRY(pli_step_read_stream(self));
+    PL_TRY(read_stream(self));
     if (self->role == PL_ACTIVE)
         PL_TRY(pli_grads_complete(self));
     pli_forwards_send(self);
@@ -355,7 +355,7 @@ static pl_status wait_slice(void *reducer, int64_t slice_ns)
 static pl_status wait_step(pl_step *self)
 {
     pl_status st = PL_OK;
-    PL_TRY(pli_step_read_stream(self));
+    PL_TRY(read_stream(self));
     PL_TRY(pli_step_wait(self, wait_slice, self->reducer));
     if (is_on_device(self))
         PL_TRY(pli_step_let_go(self, pl_reducer_order));

@@ -371,7 +371,7 @@ done:
 static pl_status apply(pl_step *self)
 {
     pl_status st = PL_OK;
-    PL_TRY(pli_step_read_stream(self));
+    PL_TRY(read_stream(self));
     for (size_t b = 0; b < self->buffers.n; b++)
         PL_TRY(take_over(self, b));
     PL_TRY(pli_step_copy(self, self->stream));

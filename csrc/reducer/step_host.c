@@ -58,8 +58,6 @@ pl_status pli_step_let_go(pl_step *self, pl_status (*call)(pl_reducer *))
 pl_status pli_step_read_stream(pl_step *self)
 {
     pl_status st = PL_OK;
-    if (!is_on_device(self))
-        goto done;
     PL_TRY(self->host->current_stream(self->context, &self->stream));
     pl_reducer_set_stream(self->reducer, self->stream);
 done:

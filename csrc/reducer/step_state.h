@@ -216,8 +216,13 @@ pl_status pli_step_wait_for(pl_step *self, pl_ticket ticket) PL_MUST_USE;
 /* Calls it while other threads may use the caller. */
 pl_status pli_step_let_go(pl_step *self, pl_status (*call)(pl_reducer *)) PL_MUST_USE;
 
-/* Reads this thread's stream: the reducer enqueues on it from now on. */
+/* On a GPU: reads this thread's stream; the reducer enqueues on it from now on. */
 pl_status pli_step_read_stream(pl_step *self) PL_MUST_USE;
+
+PL_MUST_USE static inline pl_status read_stream(pl_step *self)
+{
+    return is_on_device(self) ? pli_step_read_stream(self) : PL_OK;
+}
 
 /* Adds a copy to the next pli_step_copy(), which makes them all: on a GPU in one
  * launch. */
