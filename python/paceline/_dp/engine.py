@@ -46,6 +46,7 @@ from torch.nn import Module
 
 from paceline import _gpu, _native
 from paceline._compat import torch_modes
+from paceline._compat.torch_core import tensors_with_graph
 from paceline._dp import originals, rng, threads, transfers
 from paceline._dp.generators import has_generator, have_generator
 from paceline._dp.group import HOST, Group
@@ -53,7 +54,6 @@ from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Trained, held_by, parts_of
 from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import InsideReplica, Task, Watch
-from paceline._dp.transfers import tensors_with_graph
 
 _log = logging.getLogger("paceline")
 
