@@ -212,6 +212,9 @@ static PyMethodDef module_methods[] = {
     {"flatten", pli_flatten, METH_O,
      "flatten(value, /)\n--\n\nReturn (tree, leaves): the nesting, and the tensors and "
      "arrays in order."},
+    {"leaves", pli_leaves, METH_O,
+     "leaves(value, /)\n--\n\nReturn (leaves, has_mark): the tensors and arrays at "
+     "any depth, and whether a value is marked."},
     {"scatter", (PyCFunction)(void (*)(void))pli_scatter, METH_FASTCALL,
      "scatter(inputs, kwargs, n, dim, /)\n--\n\nSplit a call's arguments over at most "
      "n replicas. Return (tree, sizes, leaves), both by replica."},

@@ -186,10 +186,10 @@ static void read_entries(pli_container *self, PyObject *dict)
     PyObject *children = self->keys != NULL ? PyTuple_New(n) : NULL;
     for (Py_ssize_t i = 0; children != NULL && i < n; i++) {
         PyObject *key = PyTuple_GET_ITEM(self->keys, i);
-        PyObject *child = PyDict_GetItemWithError(dict, key);
+        PyObject *child = Py_XNewRef(PyDict_GetItemWithError(dict, key));
         if (child == NULL && !PyErr_Occurred())
-            PyErr_SetObject(PyExc_KeyError, key);
-        pli_tuple_put(&children, i, Py_XNewRef(child));
+            child = PyObject_GetItem(dict, key); /* a subclass computes it */
+        pli_tuple_put(&children, i, child);
     }
     self->children = children;
 }
@@ -432,6 +432,11 @@ static int add_pending(PyObject *container, PyObject **met, PyObject *pending)
     return status;
 }
 
+static int is_enough(const pli_contents *contents)
+{
+    return contents->has_leaf && contents->leaves == NULL;
+}
+
 /* Notes what a container holds; containers in it become pending. */
 static int look_at(const module_state *state, PyObject *container, PyObject **met,
                    PyObject *pending, pli_contents *contents)
@@ -439,15 +444,18 @@ static int look_at(const module_state *state, PyObject *container, PyObject **me
     pli_container self;
     int status = open_as(state, container, pli_kind_of(state, container), &self);
     const Py_ssize_t n = status == 0 ? PyTuple_GET_SIZE(self.children) : 0;
-    for (Py_ssize_t i = 0; status == 0 && !contents->has_leaf && i < n; i++) {
+    for (Py_ssize_t i = 0; status == 0 && !is_enough(contents) && i < n; i++) {
         PyObject *value = PyTuple_GET_ITEM(self.children, i);
         const int kind = pli_kind_of(state, value);
-        contents->has_leaf |= kind >= 0 && kind < PLI_CONSTANT;
+        const int is_leaf = kind >= 0 && kind < PLI_CONSTANT;
+        contents->has_leaf |= is_leaf;
         contents->has_value |= kind == PLI_CONSTANT && value != Py_None;
         contents->has_mark |= kind == PLI_MARK;
         status = kind < 0 ? -1 : 0;
         if (kind > PLI_CONSTANT)
             status = add_pending(value, met, pending);
+        else if (is_leaf && contents->leaves != NULL)
+            status = PyList_Append(contents->leaves, value);
     }
     container_drop(&self);
     return status;
@@ -460,11 +468,25 @@ int pli_look_inside(const module_state *state, PyObject *container,
     PyObject *met = NULL, *pending = PyList_New(0);
     int status = pending != NULL ? PyList_Append(pending, container) : -1;
     for (Py_ssize_t i = 0;
-         status == 0 && !contents->has_leaf && i < PyList_GET_SIZE(pending); i++)
+         status == 0 && !is_enough(contents) && i < PyList_GET_SIZE(pending); i++)
         status = look_at(state, PyList_GET_ITEM(pending, i), &met, pending, contents);
     Py_XDECREF(pending);
     Py_XDECREF(met);
     return status;
+}
+
+PyObject *pli_leaves(PyObject *module, PyObject *value)
+{
+    PLI_ENTER(module);
+    const module_state *state = PyModule_GetState(module);
+    pli_contents found = {.leaves = PyList_New(0)};
+    PyObject *outer = PyTuple_Pack(1, value), *result = NULL;
+    if (found.leaves != NULL && outer != NULL && pli_needs_torch(state) == 0 &&
+        pli_look_inside(state, outer, &found) == 0)
+        result = PyTuple_Pack(2, found.leaves, found.has_mark ? Py_True : Py_False);
+    Py_XDECREF(outer);
+    Py_XDECREF(found.leaves);
+    return result;
 }
 
 /* ---- the walk ------------------------------------------------------------------- */

@@ -87,9 +87,10 @@ int pli_look(pli_walk *walk, PyObject *value);
 /* Whether a container holds a tensor or array, a constant other than None, a mark. */
 typedef struct pli_contents {
     int has_leaf, has_value, has_mark;
+    PyObject *leaves; /* a list that takes each leaf, or NULL: stop at the first */
 } pli_contents;
 
-/* Adds what is in a container to `contents`, up to the first leaf: 0 or -1. */
+/* Adds what is in a container to `contents`: 0 or -1. */
 int pli_look_inside(const module_state *state, PyObject *container,
                     pli_contents *contents);
 
@@ -125,6 +126,9 @@ PyObject *pli_shape_text(const pli_shape *shape);
 
 /* flatten(value) */
 PyObject *pli_flatten(PyObject *module, PyObject *value);
+
+/* leaves(value) */
+PyObject *pli_leaves(PyObject *module, PyObject *value);
 
 /* scatter(inputs, kwargs, n, dim) */
 PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args);

@@ -11,7 +11,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -296,42 +296,10 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
     return list(filter(torch.is_tensor, _pytree.tree_leaves(tree)))
 
 
-_PLAIN = frozenset(
-    (type(None), bool, int, float, str, bytes, slice, range)
-    + (torch.dtype, torch.device, torch.Size)
-)
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested containers, except plain values inside containers.
-
-    Opens tuples, lists, dicts, dataclasses and registered pytrees, each of them once:
-    they may be nested to any depth, and contain themselves.
-    """
-    met: dict[int, Any] = {}
-    pending = [value]
-    while pending:
-        value = pending.pop()
-        inside = None if isinstance(value, torch.Tensor) else _children(value)
-        if inside is None:
-            yield value
-        elif id(value) not in met:
-            met[id(value)] = value
-            pending += [child for child in inside if type(child) not in _PLAIN]
-
-
-def _children(value: Any) -> Iterable[Any] | None:
-    kind = type(value)
-    node = _pytree.SUPPORTED_NODES.get(kind)
-    if node is not None and kind not in (tuple, list, dict):
-        return node.flatten_fn(value)[0]
-    if isinstance(value, (tuple, list)):
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    if dataclasses.is_dataclass(kind):
-        return [getattr(value, each.name, None) for each in dataclasses.fields(kind)]
-    return None
+def tensors_with_graph(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers that require gradients."""
+    leaves, _ = _native.leaves(value)
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def has_accelerator() -> bool:

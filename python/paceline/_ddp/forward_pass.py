@@ -38,9 +38,9 @@ class ForwardPass:
     def watch(self, output: Any) -> bool:
         """Watch for the backward of ``output``, and tell whether that is possible."""
         is_watched = False
-        for leaf in torch_core.leaves_of(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self)  # type: ignore[no-untyped-call]
+        for tensor in torch_core.tensors_with_graph(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self)  # type: ignore[no-untyped-call]
                 is_watched = True
         return is_watched
 

@@ -150,9 +150,9 @@ def run(
     finally:
         if swap is not None:
             swap.restore()
-    for leaf in torch_core.leaves_of(output):
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.register_hook(copies)  # type: ignore[no-untyped-call]
+    for tensor in torch_core.tensors_with_graph(output):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(copies)  # type: ignore[no-untyped-call]
     return output
 
 

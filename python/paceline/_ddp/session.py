@@ -22,8 +22,8 @@ from paceline._compat import torch_core
 from paceline._ddp import mixed_precision, placement, strict
 from paceline._ddp.comm_hooks import CommHookRunner, CommHooks
 from paceline._ddp.greeting import CHANGED_ALONE, Wish
-from paceline._ddp.model_changes import Changes
 from paceline._ddp.model_spec import (
+    Changes,
     Model,
     copy_model,
     has_nothing_to_train,

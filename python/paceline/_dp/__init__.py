@@ -6,7 +6,7 @@
       engine           one forward: replicas in order on the CPU, on threads on GPUs
         originals        guards the module while replicas run in order
         threads          threads of replicas, with torch's thread state (thread_state)
-        rng, generators  random numbers and their generators
+        rng              random numbers and their generators
       parameters       copies of the model on each device
         segments         which tensors travel together, and where they lie
         gradients        sums of gradients; backwards inside a forward

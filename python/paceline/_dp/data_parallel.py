@@ -312,7 +312,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         if has_own_scatter and len(self.device_ids) == 1:
             scattered = self.scatter(inputs, kwargs, self.device_ids)
             (inputs, *_), (kwargs, *_) = _checked(1, *scattered)
-        elif any(map(has_mark, (*inputs, *kwargs.values()))):
+        elif has_mark((inputs, kwargs)):
             inputs, kwargs = unmarked(inputs, kwargs)
         return self.module(*inputs, **kwargs)
 

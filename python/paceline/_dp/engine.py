@@ -46,14 +46,13 @@ from torch.nn import Module
 
 from paceline import _gpu, _native
 from paceline._compat import torch_modes
+from paceline._compat.torch_core import tensors_with_graph
 from paceline._dp import originals, rng, threads, transfers
-from paceline._dp.generators import has_generator, have_generator
 from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Trained, held_by, parts_of
 from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import InsideReplica, Task, Watch
-from paceline._dp.transfers import tensors_with_graph
 
 _log = logging.getLogger("paceline")
 
@@ -257,14 +256,14 @@ class Engine:
         if key in self._waiting:
             return self._run_side_by_side(tasks, is_apart=True)[0]
         draws = self._draws.get(key)
-        if self.is_cpu or (not draws and has_generator(*arguments)):
+        if self.is_cpu or (not draws and rng.has_generator(*arguments)):
             return in_order(key)[0]
         if draws is False:
             outputs, draws = self._run_side_by_side(tasks)
         else:
             outputs, found = in_order(key)
             if draws is None:
-                draws = have_generator(parts) if found is False else found
+                draws = rng.have_generator(parts) if found is False else found
         self._draws[key] = draws
         if draws is None and not self._has_warned:
             self._has_warned = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from paceline import _native
-from paceline._compat import torch_core
 from paceline._compat.packed_sequence import Replicated
 
 
@@ -42,7 +41,7 @@ def replicate(value: Any) -> Any:
 
 def has_mark(value: Any) -> bool:
     """Tell whether a value is marked, or contains a marked one."""
-    return any(type(leaf) is Replicated for leaf in torch_core.leaves_of(value))
+    return _native.leaves(value)[1]
 
 
 def unmarked(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from paceline._dp.group import N_SLOTS, Group, Streams
 from paceline._dp.replicate import as_original, replica_of
 from paceline._dp.segments import Entries, HeldBlocks, Layout, Segment
 from paceline._dp.shells import Shells
-from paceline._dp.transfers import at_member, is_by_torch, move, tensors_with_graph
+from paceline._dp.transfers import at_member, is_by_torch, move
 
 _log = logging.getLogger("paceline")
 
@@ -117,7 +117,9 @@ class ModelCopies:
         """
         leaves, self._leaves = self._leaves, []
         self.inner_backwards.hooks.clear()
-        will_come = torch.is_grad_enabled() or any(map(tensors_with_graph, outputs))
+        will_come = torch.is_grad_enabled() or any(
+            map(torch_core.tensors_with_graph, outputs)
+        )
         late, pairs = [], []
         for member, originals, copies in leaves:
             for original, copy in zip(originals, copies, strict=True):
@@ -131,7 +133,7 @@ class ModelCopies:
                     pairs.append((original, copy))
         for copy, hook in late:
             copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for output in tensors_with_graph(outputs[0]) if pairs else ():
+        for output in torch_core.tensors_with_graph(outputs[0]) if pairs else ():
             if output.grad_fn is not None:
                 output.register_hook(partial(_refuse_to_return, pairs))  # type: ignore[no-untyped-call]
 

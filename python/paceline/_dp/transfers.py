@@ -287,12 +287,6 @@ class _Gather(torch.autograd.Function):
         return None, None, *parts
 
 
-def tensors_with_graph(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output that require gradients."""
-    leaves = _native.flatten(output)[1]
-    return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-
-
 class Joiner:
     """Brings outputs of replicas to one device; a call joins their tensors."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import secrets
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,13 +19,15 @@ import torch.distributed as dist
 from paceline import _environment
 from paceline._compat import torch_groups
 from paceline._launch import variables
-from paceline._launch.attempt import agree_on_prefix
 from paceline._launch.launchers import find_launch
 from paceline._launch.variables import Launch, Launcher
+from paceline._waiting import Patience
 
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _CPU_BACKEND = "gloo"
-_ALL_JOINED = "paceline/init/all"
+_PREFIX = "paceline/init"
+_ALL_JOINED = f"{_PREFIX}/all"
+_POLL_SECONDS = 0.005
 
 _added: dict[str, str] = {}
 """The variables that `init` has set because no launcher did."""
@@ -236,6 +241,62 @@ def _store_of_attempt(launch: Launch, timeout: timedelta | None) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
+def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> str:
+    """Return the prefix that only the ranks of this start put before their keys.
+
+    They share `store`, which torchrun keeps across restarts of the ranks, with all keys
+    that dead ranks have written: new ranks would read Gloo's old addresses and try to
+    reach them.  The ranks agree in the same store, in spite of old answers: a rank
+    counts its starts, and reads only the answer to the last one.  torchrun's own count
+    does not do: it differs between hosts.
+
+    ::
+
+        rank r    starts/r += 1                              <prefix>/r = "there"
+        rank 0       answer/r/<starts> = the prefix ...  until all are there
+
+    Raise TimeoutError if some do not come within `seconds`; on rank 0 the error names
+    them.
+    """
+    patience = Patience(seconds)
+    if rank == 0:
+        return _bring_together(store, size, patience)
+    n_starts = store.add(f"{_PREFIX}/starts/{rank}", 1)
+    answer = f"{_PREFIX}/answer/{rank}/{n_starts}"
+    _await(lambda: store.check([answer]), patience, lambda: "rank 0 does not answer")
+    prefix: str = store.get(answer).decode(errors="replace")
+    store.set(f"{prefix}/{rank}", "there")
+    return prefix
+
+
+def _bring_together(store: Any, size: int, patience: Patience) -> str:
+    """Act as rank 0: answer each rank until it has received the right answer."""
+    prefix = f"{_PREFIX}/{secrets.token_hex(8)}"
+    missing = set(range(1, size))
+
+    def are_all_there() -> bool:
+        for rank in sorted(missing):
+            starts = f"{_PREFIX}/starts/{rank}"
+            if store.check([f"{prefix}/{rank}"]):
+                missing.discard(rank)
+            elif store.check([starts]):  # the last one may be an earlier rank's
+                n_starts = store.get(starts).decode(errors="replace")
+                store.set(f"{_PREFIX}/answer/{rank}/{n_starts}", prefix)
+        return not missing
+
+    _await(are_all_there, patience, lambda: f"ranks {sorted(missing)} have not come")
+    return prefix
+
+
+def _await(
+    is_done: Callable[[], bool], patience: Patience, describe: Callable[[], str]
+) -> None:
+    while not is_done():
+        if patience.left() < 0:
+            raise TimeoutError(describe())
+        time.sleep(_POLL_SECONDS)
+
+
 def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     """Return this rank's local rank and, on rank 0, how many hosts there are.
 
@@ -249,7 +310,7 @@ def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     store = torch_groups.group_store(torch_groups.default_group())
     if store is None:  # MPI's groups have none
         return -1 if known is None else known, None
-    keys = [f"paceline/init/host/{other}" for other in range(size)]
+    keys = [f"{_PREFIX}/host/{other}" for other in range(size)]
     store.set(keys[rank], _environment.nccl_host())
     if rank != 0 and known is not None:
         if _is_store_of_launcher():

@@ -15,6 +15,7 @@ from torch import nn
 
 CPU = torch.device("cpu")
 TWO = ["cpu", "cpu"]
+torch_core.attach()
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from paceline._launch.attempt import agree_on_prefix
+from paceline._launch.init import agree_on_prefix
 
 SECONDS = 60.0
 

@@ -72,10 +72,13 @@ def test_each_container_comes_back_as_it_was_and_nothing_is_left(name):
     tree, leaves = _native.flatten(value)
     assert same(tree.unflatten(leaves), value)
     assert same(tree.unflatten(tuple(leaves)), value)
+    found, has_mark = _native.leaves(value)
+    assert (sorted(map(id, found)), has_mark) == (sorted(map(id, leaves)), False)
 
     def once():
         tree, found = _native.flatten(value)
         tree.unflatten(found)
+        _native.leaves(value)
 
     node = torch.utils._pytree.SUPPORTED_NODES.get(type(value))
     read = getattr(type(value), "_fields", None), getattr(node, "unflatten_fn", None)
@@ -236,6 +239,7 @@ def test_what_cannot_lead_back_to_itself_is_an_error():
         deep = [deep]
     with pytest.raises(RecursionError, match="nested containers"):
         _native.flatten(deep)
+    assert len(_native.leaves(deep)[0]) == 1
 
 
 def test_containers_of_many_links_are_walked_once_each():
