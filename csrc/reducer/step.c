@@ -9,15 +9,13 @@
 #include "core/clock.h"
 #include "step_state.h"
 
-enum { SLICE_NS = 50 * PLI_MS };
-
 /* ---- the caller's threads and streams ------------------------------------------- */
 
 pl_status pli_step_wait(pl_step *self, slice_fn slice, void *argument)
 {
     for (;;) {
         void *lock = self->host->let_go(self->context);
-        pl_status st = slice(argument, SLICE_NS);
+        pl_status st = slice(argument, PLI_SLICE_NS);
         self->host->take_back(lock);
         if (st != PL_EAGAIN)
             return st;
