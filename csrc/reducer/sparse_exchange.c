@@ -7,63 +7,41 @@
 
 static const uint64_t ALL_ROWS = UINT64_MAX; /* as a number of rows: no list follows */
 
-typedef enum exchange_phase {
-    EXCHANGE_COUNTING, /* numbers of rows are gathered */
-    EXCHANGE_LISTING,  /* row numbers are gathered */
-    EXCHANGE_FOUND,    /* the unions are known */
-    EXCHANGE_AVERAGED,
-} exchange_phase;
-
-/* Gathers bytes of every rank on every rank, a block of the staging a round. */
-typedef struct gather {
-    const char *mine;
-    char **received; /* by rank */
-    size_t *n_bytes; /* ... */
-    size_t n_longest;
-    size_t n_done;    /* bytes of each rank, or all that it has */
-    size_t n_issued;  /* the same, with the round under way */
-    pl_ticket ticket; /* of that round */
-} gather;
-
-/* A run of elements of one table's union, in one segment of the staging. */
-typedef struct union_piece {
-    size_t table;
-    size_t first; /* element of the union */
-    size_t n;
-    pl_ticket ticket;
-} union_piece;
-
-/* How far a table's elements are laid out. */
-typedef struct union_cursor {
-    size_t table;
-    size_t elem;      /* of the union */
-    size_t local_row; /* this rank's first row that is not before `elem` */
-} union_cursor;
-
-/* Rows of one rank. */
+/* Row numbers of one table on one rank. */
 typedef struct list {
-    const int64_t *indices;
+    int64_t *indices;
     size_t n;
 } list;
 
-struct pl_exchange {
-    pl_exchange_spec spec;
-    const pl_table *tables;     /* the spec's */
-    const pl_sparse_rows *rows; /* ... */
-    pl_sparse_rows *unions; /* indices inside `merged`; values: the caller's memory */
-    exchange_phase phase;
-    char *staging;
-    uint64_t *counts;    /* [rank][table] */
-    int64_t *local_list; /* this rank's row numbers, table after table */
-    int64_t *lists;      /* all ranks' */
+/* What `find` gathers, for the tables that no rank has whole. */
+typedef struct search {
+    uint64_t *counts; /* [rank][table]: numbers of rows */
+    size_t *n_bytes;  /* [rank]: of the counts, then of all row numbers */
+    list *lists;      /* [table][rank] */
+    int64_t *indices; /* of the lists: rank after rank, table after table */
     int64_t *merged, *spare;
-    const int64_t **next; /* by rank: the rest of its lists to merge */
-    list *table_lists;    /* by rank: of the table that is being merged */
-    gather gather;
-    union_cursor cursor;
-    union_piece pieces[PLI_EXCHANGE_SEGMENTS]; /* those in flight, a ring */
-    size_t n_laid, n_taken;                    /* pieces */
-};
+} search;
+
+/* Rows of a union that fit into a segment of the staging, or a part of a longer row. */
+typedef struct block {
+    size_t row_bytes;
+    size_t first, n;      /* rows */
+    size_t column, width; /* bytes of each: from which on, how many */
+    size_t local;         /* this rank's first row that is not before `first` */
+} block;
+
+/* A block that is all-reduced. */
+typedef struct segment {
+    char *to;
+    size_t n_bytes;
+    pl_ticket ticket;
+} segment;
+
+/* The means that are under way: a ring, one in each segment of the staging. */
+typedef struct flight {
+    segment ring[PLI_EXCHANGE_SEGMENTS];
+    size_t n_issued, n_taken;
+} flight;
 
 int64_t *pl_no_indices(void)
 {
@@ -71,432 +49,309 @@ int64_t *pl_no_indices(void)
     return &none;
 }
 
-/* ---- life ----------------------------------------------------------------------- */
-
-/* PL_OK if the rows of table t, which has n_rows, are in ascending order, each once. */
-static pl_status check_order(const pl_sparse_rows *rows, size_t t, size_t n_rows,
-                             pl_status code)
+static size_t smaller(size_t a, size_t b)
 {
-    for (size_t k = 0; rows->indices != NULL && k < rows->n_rows; k++) {
+    return a < b ? a : b;
+}
+
+static char *staging_of(const pl_exchange *self)
+{
+    return self->comm->arena + self->offset_bytes;
+}
+
+/* ---- gathering ------------------------------------------------------------------ */
+
+/* `all` has a block of n_bytes[r] for each rank r, one after the other, and this rank's
+ * is filled.  Fills the others: a part of each block a round. */
+static pl_status gather(const pl_exchange *self, void *all, const size_t *n_bytes)
+{
+    pl_status st = PL_OK;
+    const int rank = pl_comm_rank(self->comm);
+    const int n_ranks = pl_comm_world_size(self->comm);
+    const size_t most =
+        self->staging_bytes / (size_t)n_ranks / PL_CACHE_LINE * PL_CACHE_LINE;
+    const char *mine = all;
+    size_t n_longest = 0;
+    for (int r = 0; r < n_ranks; r++) {
+        mine += r < rank ? n_bytes[r] : 0;
+        n_longest = n_bytes[r] > n_longest ? n_bytes[r] : n_longest;
+    }
+    for (size_t first = 0; first < n_longest; first += most) {
+        const size_t n = smaller(n_longest - first, most);
+        const pl_op op = {.kind = PL_ALL_GATHER,
+                          .dtype = PL_U8,
+                          .offset_bytes = self->offset_bytes,
+                          .n_elems = n * (size_t)n_ranks,
+                          .ends_step = 1}; /* if no rank has any row */
+        char *from = staging_of(self);
+        char *theirs = all;
+        pl_ticket ticket = 0;
+        if (first < n_bytes[rank])
+            memcpy(from + (size_t)rank * n, mine + first,
+                   smaller(n_bytes[rank] - first, n));
+        PL_TRY(pl_comm_issue(self->comm, &op, &ticket));
+        PL_TRY(self->wait(self->context, ticket));
+        for (int r = 0; r < n_ranks; r++) {
+            if (first < n_bytes[r])
+                memcpy(theirs + first, from, smaller(n_bytes[r] - first, n));
+            theirs += n_bytes[r];
+            from += n;
+        }
+    }
+done:
+    return st;
+}
+
+/* Gathers numbers of rows, and sees which tables are whole. */
+static pl_status gather_counts(const pl_exchange *self, search *found)
+{
+    pl_status st = PL_OK;
+    const size_t n = self->n_parts;
+    const size_t rank = (size_t)pl_comm_rank(self->comm);
+    const size_t n_ranks = (size_t)pl_comm_world_size(self->comm);
+    for (size_t t = 0; t < n; t++)
+        found->counts[rank * n + t] = self->parts[t].local.indices != NULL
+                                          ? self->parts[t].local.n_rows
+                                          : ALL_ROWS;
+    for (size_t r = 0; r < n_ranks; r++)
+        found->n_bytes[r] = n * sizeof *found->counts;
+    PL_TRY(gather(self, found->counts, found->n_bytes));
+    memset(found->n_bytes, 0, n_ranks * sizeof *found->n_bytes);
+    for (size_t t = 0; t < n; t++) {
+        const size_t n_rows = self->parts[t].table.n_rows;
+        int is_whole = 0;
+        for (size_t r = 0; r < n_ranks; r++)
+            is_whole = is_whole || found->counts[r * n + t] == ALL_ROWS;
+        self->parts[t].all = is_whole ? (pl_sparse_rows){.n_rows = n_rows}
+                                      : (pl_sparse_rows){.indices = pl_no_indices()};
+        for (size_t r = 0; r < n_ranks; r++) {
+            uint64_t *count = &found->counts[r * n + t];
+            *count = is_whole ? 0 : *count;
+            if (*count > n_rows)
+                PL_FAIL(PL_EMISMATCH, "rank %zu has more rows than table %zu", r, t);
+            found->n_bytes[r] += *count * sizeof *found->indices;
+        }
+    }
+done:
+    return st;
+}
+
+static pl_status gather_lists(const pl_exchange *self, search *found)
+{
+    const size_t rank = (size_t)pl_comm_rank(self->comm);
+    const size_t n_ranks = (size_t)pl_comm_world_size(self->comm);
+    int64_t *next = found->indices;
+    for (size_t r = 0; r < n_ranks; r++) {
+        for (size_t t = 0; t < self->n_parts; t++) {
+            const size_t n = found->counts[r * self->n_parts + t];
+            found->lists[t * n_ranks + r] = (list){next, n};
+            if (r == rank && n > 0)
+                memcpy(next, self->parts[t].local.indices, n * sizeof *next);
+            next += n;
+        }
+    }
+    return gather(self, found->indices, found->n_bytes);
+}
+
+/* ---- the union ------------------------------------------------------------------ */
+
+/* PL_OK if rank r's rows of table t are in ascending order, each once. */
+static pl_status check_order(const list *rows, size_t r, size_t t, size_t n_rows)
+{
+    for (size_t k = 0; k < rows->n; k++) {
         const int64_t index = rows->indices[k];
         if (index < 0 || (uint64_t)index >= n_rows)
-            return pli_fail(code, "row %lld is outside table %zu, which has %zu rows",
+            return pli_fail(PL_EMISMATCH,
+                            "rank %zu has row %lld of table %zu, which has %zu rows", r,
                             (long long)index, t, n_rows);
         if (k > 0 && index <= rows->indices[k - 1])
-            return pli_fail(code, "row %lld of table %zu comes after row %lld",
+            return pli_fail(PL_EMISMATCH,
+                            "rank %zu has row %lld of table %zu after row %lld", r,
                             (long long)index, t, (long long)rows->indices[k - 1]);
     }
     return PL_OK;
 }
 
-static pl_status check_rows(const pl_exchange_spec *spec)
+/* Writes the union of `n` lists, in ascending order; returns its length.  `out` and
+ * `spare` have room for all lists together. */
+static size_t merge(const list *lists, size_t n, int64_t *out, int64_t *spare)
+{
+    if (n == 1) {
+        memcpy(out, lists->indices, lists->n * sizeof *out);
+        return lists->n;
+    }
+    const size_t n_left = merge(lists, n / 2, spare, out);
+    const int64_t *left = spare;
+    const int64_t *right = spare + n_left;
+    const int64_t *end =
+        right + merge(lists + n / 2, n - n / 2, spare + n_left, out + n_left);
+    const int64_t *middle = right;
+    size_t n_out = 0;
+    while (left < middle && right < end) {
+        const int64_t a = *left;
+        const int64_t b = *right;
+        out[n_out++] = a < b ? a : b;
+        left += a <= b;
+        right += b <= a;
+    }
+    while (left < middle)
+        out[n_out++] = *left++;
+    while (right < end)
+        out[n_out++] = *right++;
+    return n_out;
+}
+
+static pl_status merge_lists(const pl_exchange *self, search *found)
 {
     pl_status st = PL_OK;
-    for (size_t t = 0; t < spec->n_tables; t++) {
-        const pl_sparse_rows *rows = &spec->rows[t];
-        const size_t n_rows = spec->tables[t].n_rows;
-        if (rows->indices == NULL && rows->n_rows != n_rows)
-            PL_FAIL(PL_EINVAL, "table %zu has %zu rows, and %zu are given as all", t,
-                    n_rows, rows->n_rows);
-        PL_TRY(check_order(rows, t, n_rows, PL_EINVAL));
-    }
-done:
-    return st;
-}
-
-/* The first gather: each rank's numbers of rows. */
-static void begin_counting(pl_exchange *self)
-{
-    const size_t n = self->spec.n_tables;
-    const int rank = pl_comm_rank(self->spec.comm);
-    uint64_t *mine = self->counts + (size_t)rank * n;
-    for (size_t t = 0; t < n; t++)
-        mine[t] = self->rows[t].indices != NULL ? self->rows[t].n_rows : ALL_ROWS;
-    self->gather.mine = (const char *)mine;
-    self->gather.n_longest = n * sizeof *mine;
-    for (int r = 0; r < pl_comm_world_size(self->spec.comm); r++) {
-        self->gather.received[r] = (char *)(self->counts + (size_t)r * n);
-        self->gather.n_bytes[r] = n * sizeof *mine;
-    }
-}
-
-pl_status pl_exchange_create(const pl_exchange_spec *spec, pl_exchange **out)
-{
-    pl_status st = PL_OK;
-    pl_exchange *self = NULL;
-    const size_t n = spec->n_tables;
-    const size_t n_ranks = (size_t)pl_comm_world_size(spec->comm);
-    const size_t least_bytes =
-        PL_CACHE_LINE * (n_ranks < PLI_EXCHANGE_LINES ? PLI_EXCHANGE_LINES : n_ranks);
-    if (spec->staging_bytes < least_bytes)
-        PL_FAIL(PL_EINVAL, "a staging of %zu bytes is too small: give %zu",
-                spec->staging_bytes, least_bytes);
-    if (spec->comm->backend != NULL)
-        PL_FAIL(PL_EUNSUPPORTED,
-                "rows are exchanged in host memory, and a world of kind '%s' has its "
-                "gradients on a device: average them densely",
-                spec->comm->ops->name);
-    PL_TRY(check_rows(spec));
-    PL_TRY(pli_calloc(1, sizeof *self, "an exchange of rows", &self));
-    PL_TRY(pli_calloc(n, sizeof *self->unions, "rows of ranks", &self->unions));
-    PL_TRY(pli_calloc(n_ranks * n, sizeof *self->counts, "numbers of rows",
-                      &self->counts));
-    PL_TRY(pli_calloc(n_ranks, sizeof(char *), "ranks' rows", &self->gather.received));
-    PL_TRY(pli_calloc(n_ranks, sizeof(size_t), "ranks' rows", &self->gather.n_bytes));
-    PL_TRY(pli_calloc(n_ranks, sizeof(int64_t *), "ranks' rows", &self->next));
-    PL_TRY(pli_calloc(n_ranks, sizeof(list), "ranks' rows", &self->table_lists));
-    self->spec = *spec;
-    self->tables = spec->tables;
-    self->rows = spec->rows;
-    self->staging = spec->comm->arena + spec->offset_bytes;
-    begin_counting(self);
-    *out = self;
-    self = NULL;
-done:
-    pl_exchange_destroy(self);
-    return st;
-}
-
-void pl_exchange_destroy(pl_exchange *self)
-{
-    if (self == NULL)
-        return;
-    pli_free(self->unions);
-    pli_free(self->counts);
-    pli_free(self->gather.received);
-    pli_free(self->gather.n_bytes);
-    pli_free(self->next);
-    pli_free(self->table_lists);
-    pli_free(self->local_list);
-    pli_free(self->lists);
-    pli_free(self->merged);
-    pli_free(self->spare);
-    pli_free(self);
-}
-
-/* ---- gathering ------------------------------------------------------------------ */
-
-/* Bytes that a rank has for a round of n bytes, from byte `first` on. */
-static size_t share_of(const gather *gathered, int rank, size_t first, size_t n)
-{
-    const size_t n_left =
-        first < gathered->n_bytes[rank] ? gathered->n_bytes[rank] - first : 0;
-    return n_left < n ? n_left : n;
-}
-
-static pl_status issue_round(pl_exchange *self)
-{
-    pl_status st = PL_OK;
-    gather *gathered = &self->gather;
-    const int rank = pl_comm_rank(self->spec.comm);
-    const size_t n_ranks = (size_t)pl_comm_world_size(self->spec.comm);
-    const size_t room =
-        self->spec.staging_bytes / n_ranks / PL_CACHE_LINE * PL_CACHE_LINE;
-    const size_t n_left = gathered->n_longest - gathered->n_done;
-    const size_t n = n_left < room ? n_left : room;
-    const size_t n_mine = share_of(gathered, rank, gathered->n_done, n);
-    const pl_op op = {.kind = PL_ALL_GATHER,
-                      .dtype = PL_U8,
-                      .offset_bytes = self->spec.offset_bytes,
-                      .n_elems = n * n_ranks,
-                      .ends_step = 1}; /* if no rank has any row */
-    if (n_mine > 0)
-        memcpy(self->staging + (size_t)rank * n, gathered->mine + gathered->n_done,
-               n_mine);
-    PL_TRY(pl_comm_issue(self->spec.comm, &op, &gathered->ticket));
-    gathered->n_issued = gathered->n_done + n;
-done:
-    return st;
-}
-
-static pl_status run_gather(pl_exchange *self, int64_t slice_ns)
-{
-    pl_status st = PL_OK;
-    gather *gathered = &self->gather;
-    while (gathered->n_done < gathered->n_longest) {
-        if (gathered->n_issued == gathered->n_done)
-            PL_TRY(issue_round(self));
-        PL_TRY(pl_comm_wait(self->spec.comm, gathered->ticket, slice_ns));
-        const size_t n = gathered->n_issued - gathered->n_done;
-        for (int r = 0; r < pl_comm_world_size(self->spec.comm); r++) {
-            const size_t n_theirs = share_of(gathered, r, gathered->n_done, n);
-            if (n_theirs > 0)
-                memcpy(gathered->received[r] + gathered->n_done,
-                       self->staging + (size_t)r * n, n_theirs);
-        }
-        gathered->n_done = gathered->n_issued;
-    }
-done:
-    return st;
-}
-
-/* ---- the union ------------------------------------------------------------------ */
-
-static uint64_t count_of(const pl_exchange *self, int rank, size_t t)
-{
-    return self->counts[(size_t)rank * self->spec.n_tables + t];
-}
-
-/* Whether some rank has all rows: then no list of this table is sent. */
-static int is_whole(const pl_exchange *self, size_t t)
-{
-    for (int r = 0; r < pl_comm_world_size(self->spec.comm); r++)
-        if (count_of(self, r, t) == ALL_ROWS)
-            return 1;
-    return 0;
-}
-
-/* The second gather: each rank's row numbers, of the tables that are lists. */
-static pl_status begin_listing(pl_exchange *self)
-{
-    pl_status st = PL_OK;
-    const int rank = pl_comm_rank(self->spec.comm);
-    const int n_ranks = pl_comm_world_size(self->spec.comm);
-    size_t n_all = 0;
-    size_t n_local = 0;
-    gather *gathered = &self->gather;
-    gathered->n_longest = gathered->n_done = gathered->n_issued = 0;
-    memset(gathered->n_bytes, 0, (size_t)n_ranks * sizeof *gathered->n_bytes);
-    for (size_t t = 0; t < self->spec.n_tables; t++) {
-        const int n_lists = is_whole(self, t) ? 0 : n_ranks;
-        for (int r = 0; r < n_lists; r++) {
-            if (count_of(self, r, t) > self->tables[t].n_rows)
-                PL_FAIL(PL_EMISMATCH, "rank %d has more rows than table %zu", r, t);
-            gathered->n_bytes[r] += count_of(self, r, t) * sizeof(int64_t);
-        }
-    }
-    for (int r = 0; r < n_ranks; r++) {
-        n_all += gathered->n_bytes[r] / sizeof(int64_t);
-        if (gathered->n_bytes[r] > gathered->n_longest)
-            gathered->n_longest = gathered->n_bytes[r];
-    }
-    const size_t n_local_rows = gathered->n_bytes[rank] / sizeof(int64_t);
-    PL_TRY(pli_calloc(n_local_rows + 1, sizeof(int64_t), "row numbers",
-                      &self->local_list));
-    PL_TRY(pli_calloc(n_all + 1, sizeof(int64_t), "row numbers", &self->lists));
-    PL_TRY(pli_calloc(n_all + 1, sizeof(int64_t), "row numbers", &self->merged));
-    PL_TRY(pli_calloc(n_all + 1, sizeof(int64_t), "row numbers", &self->spare));
-    for (size_t t = 0; t < self->spec.n_tables; t++) {
-        if (is_whole(self, t) || self->rows[t].n_rows == 0)
+    const size_t n_ranks = (size_t)pl_comm_world_size(self->comm);
+    int64_t *next = found->merged;
+    for (size_t t = 0; t < self->n_parts; t++) {
+        const list *lists = &found->lists[t * n_ranks];
+        pl_sparse_rows *all = &self->parts[t].all;
+        if (all->indices == NULL)
             continue;
-        memcpy(self->local_list + n_local, self->rows[t].indices,
-               self->rows[t].n_rows * sizeof(int64_t));
-        n_local += self->rows[t].n_rows;
+        for (size_t r = 0; r < n_ranks; r++)
+            PL_TRY(check_order(&lists[r], r, t, self->parts[t].table.n_rows));
+        all->indices = next;
+        all->n_rows = merge(lists, n_ranks, next, found->spare);
+        next += all->n_rows;
     }
-    gathered->mine = (const char *)self->local_list;
-    gathered->received[0] = (char *)self->lists;
-    for (int r = 1; r < n_ranks; r++)
-        gathered->received[r] = gathered->received[r - 1] + gathered->n_bytes[r - 1];
 done:
     return st;
 }
 
-/* Writes the union of both, in ascending order; returns its length. */
-static size_t merge_two(list left, list right, int64_t *out)
-{
-    size_t n = 0, l = 0, r = 0;
-    while (l < left.n && r < right.n) {
-        const int64_t a = left.indices[l];
-        const int64_t b = right.indices[r];
-        out[n++] = a < b ? a : b;
-        l += a <= b;
-        r += b <= a;
-    }
-    if (l < left.n)
-        memcpy(out + n, left.indices + l, (left.n - l) * sizeof *out);
-    n += left.n - l;
-    if (r < right.n)
-        memcpy(out + n, right.indices + r, (right.n - r) * sizeof *out);
-    return n + right.n - r;
-}
-
-/* Merges neighbours until one list is left, which it puts into `out`.  `out` and
- * `other` have room for all lists together. */
-static size_t merge_all(list *lists, int n_lists, int64_t *out, int64_t *other)
-{
-    int64_t *to = out;
-    do { /* at least once, so that the result is a copy */
-        int n_left = 0;
-        size_t at = 0;
-        for (int k = 0; k < n_lists; k += 2) {
-            const list none = {NULL, 0};
-            const list right = k + 1 < n_lists ? lists[k + 1] : none;
-            const size_t n = merge_two(lists[k], right, to + at);
-            lists[n_left++] = (list){to + at, n};
-            at += n;
-        }
-        n_lists = n_left;
-        to = to == out ? other : out;
-    } while (n_lists > 1);
-    if (lists[0].n > 0 && lists[0].indices != out)
-        memcpy(out, lists[0].indices, lists[0].n * sizeof *out);
-    return lists[0].n;
-}
-
-static pl_status find_unions(pl_exchange *self)
+pl_status pl_exchange_find(const pl_exchange *self, int64_t **out)
 {
     pl_status st = PL_OK;
-    const int n_ranks = pl_comm_world_size(self->spec.comm);
-    const int64_t **next = self->next;
-    list *lists = self->table_lists;
-    size_t n_merged = 0;
-    for (int r = 0; r < n_ranks; r++)
-        next[r] = (const int64_t *)(const void *)self->gather.received[r];
-    for (size_t t = 0; t < self->spec.n_tables; t++) {
-        if (is_whole(self, t)) {
-            self->unions[t].n_rows = self->tables[t].n_rows;
-            continue;
-        }
-        for (int r = 0; r < n_ranks; r++) {
-            lists[r] = (list){next[r], count_of(self, r, t)};
-            next[r] += lists[r].n;
-        }
-        int64_t *out = self->merged + n_merged;
-        self->unions[t].indices = out;
-        self->unions[t].n_rows = merge_all(lists, n_ranks, out, self->spare);
-        n_merged += self->unions[t].n_rows;
-        PL_TRY(check_order(&self->unions[t], t, self->tables[t].n_rows, PL_EMISMATCH));
-    }
+    const size_t n_ranks = (size_t)pl_comm_world_size(self->comm);
+    const size_t n_lists = n_ranks * self->n_parts;
+    search found = {NULL};
+    size_t n = 1; /* an empty list has memory */
+    if (self->staging_bytes / PL_CACHE_LINE < n_ranks)
+        PL_FAIL(PL_EINVAL, "a staging of %zu bytes is too small for %zu ranks",
+                self->staging_bytes, n_ranks);
+    PL_TRY(pli_calloc(n_lists, sizeof *found.counts, "numbers of rows", &found.counts));
+    PL_TRY(pli_calloc(n_ranks, sizeof *found.n_bytes, "ranks' rows", &found.n_bytes));
+    PL_TRY(pli_calloc(n_lists, sizeof *found.lists, "ranks' rows", &found.lists));
+    PL_TRY(gather_counts(self, &found));
+    for (size_t r = 0; r < n_ranks; r++)
+        n += found.n_bytes[r] / sizeof *found.indices;
+    PL_TRY(pli_calloc(n, sizeof *found.indices, "row numbers", &found.indices));
+    PL_TRY(pli_calloc(n, sizeof *found.merged, "row numbers", &found.merged));
+    PL_TRY(pli_calloc(n, sizeof *found.spare, "row numbers", &found.spare));
+    PL_TRY(gather_lists(self, &found));
+    PL_TRY(merge_lists(self, &found));
+    *out = found.merged;
+    found.merged = NULL;
 done:
+    pli_free(found.counts);
+    pli_free(found.n_bytes);
+    pli_free(found.lists);
+    pli_free(found.indices);
+    pli_free(found.merged);
+    pli_free(found.spare);
     return st;
-}
-
-pl_status pl_exchange_find(pl_exchange *self, int64_t slice_ns)
-{
-    pl_status st = PL_OK;
-    if (self->phase == EXCHANGE_COUNTING) {
-        PL_TRY(run_gather(self, slice_ns));
-        PL_TRY(begin_listing(self));
-        self->phase = EXCHANGE_LISTING;
-    }
-    if (self->phase == EXCHANGE_LISTING) {
-        PL_TRY(run_gather(self, slice_ns));
-        PL_TRY(find_unions(self));
-        self->phase = EXCHANGE_FOUND;
-    }
-done:
-    return st;
-}
-
-pl_sparse_rows pl_exchange_union(const pl_exchange *self, size_t table)
-{
-    return self->unions[table];
 }
 
 /* ---- means ---------------------------------------------------------------------- */
 
-void pl_exchange_set_room(pl_exchange *self, size_t table, void *values)
-{
-    self->unions[table].values = values;
-}
-
-static size_t union_elems(const pl_exchange *self, size_t t)
-{
-    return self->unions[t].n_rows * self->tables[t].row_elems;
-}
-
-/* Lays out n elements of this rank from the cursor on, and moves the cursor. */
-static void lay_out(const pl_exchange *self, union_cursor *at, size_t n, char *to)
-{
-    const pl_table *table = &self->tables[at->table];
-    const pl_sparse_rows *local = &self->rows[at->table];
-    const pl_sparse_rows *all = &self->unions[at->table];
-    const size_t elem_bytes = pl_dtype_bytes(table->dtype);
-    if (local->indices == NULL) { /* then the union is all rows */
-        memcpy(to, (const char *)local->values + at->elem * elem_bytes, n * elem_bytes);
-        at->elem += n;
-        return;
-    }
-    while (n > 0) {
-        const size_t row = at->elem / table->row_elems;
-        const size_t column = at->elem % table->row_elems;
-        const size_t n_left = table->row_elems - column;
-        const size_t n_now = n_left < n ? n_left : n;
-        const int64_t index = all->indices != NULL ? all->indices[row] : (int64_t)row;
-        const int is_local =
-            at->local_row < local->n_rows && local->indices[at->local_row] == index;
-        const size_t local_elem = at->local_row * table->row_elems + column;
-        if (is_local)
-            memcpy(to, (const char *)local->values + local_elem * elem_bytes,
-                   n_now * elem_bytes);
-        else
-            memset(to, 0, n_now * elem_bytes);
-        at->local_row += is_local && n_now == n_left;
-        at->elem += n_now;
-        to += n_now * elem_bytes;
-        n -= n_now;
-    }
-}
-
 static size_t segment_bytes(const pl_exchange *self)
 {
-    return self->spec.staging_bytes / PLI_EXCHANGE_SEGMENTS / PL_CACHE_LINE *
-           PL_CACHE_LINE;
+    return self->staging_bytes / PLI_EXCHANGE_SEGMENTS / PL_CACHE_LINE * PL_CACHE_LINE;
 }
 
-/* Moves the cursor past finished tables; returns whether another is left. */
-static int has_more(pl_exchange *self)
+/* Writes this rank's values of a block, with zeros for the rows that it lacks. */
+static void lay_out(const pl_exchange_part *part, block *rows, char *to)
 {
-    while (self->cursor.table < self->spec.n_tables &&
-           self->cursor.elem == union_elems(self, self->cursor.table))
-        self->cursor = (union_cursor){.table = self->cursor.table + 1};
-    return self->cursor.table < self->spec.n_tables;
+    const pl_sparse_rows *local = &part->local;
+    const int64_t *all = part->all.indices;
+    const char *from = (const char *)local->values + rows->column;
+    if (local->indices == NULL) { /* then the union is all rows */
+        memcpy(to, from + rows->first * rows->row_bytes, rows->n * rows->width);
+        return;
+    }
+    for (size_t k = rows->first; k < rows->first + rows->n; k++) {
+        const int64_t index = all != NULL ? all[k] : (int64_t)k;
+        while (rows->local < local->n_rows && local->indices[rows->local] < index)
+            rows->local++;
+        if (rows->local < local->n_rows && local->indices[rows->local] == index)
+            memcpy(to, from + rows->local * rows->row_bytes, rows->width);
+        else
+            memset(to, 0, rows->width);
+        to += rows->width;
+    }
 }
 
-static pl_status issue_piece(pl_exchange *self)
+static pl_status take(const pl_exchange *self, flight *means)
 {
     pl_status st = PL_OK;
-    const size_t t = self->cursor.table;
-    const size_t segment = self->n_laid % PLI_EXCHANGE_SEGMENTS;
-    const size_t at = segment * segment_bytes(self);
-    const size_t n_most = segment_bytes(self) / pl_dtype_bytes(self->tables[t].dtype);
-    const size_t n_left = union_elems(self, t) - self->cursor.elem;
-    union_piece *next = &self->pieces[segment];
-    *next = (union_piece){
-        .table = t, .first = self->cursor.elem, .n = n_left < n_most ? n_left : n_most};
+    const size_t k = means->n_taken % PLI_EXCHANGE_SEGMENTS;
+    const segment *oldest = &means->ring[k];
+    PL_TRY(self->wait(self->context, oldest->ticket));
+    memcpy(oldest->to, staging_of(self) + k * segment_bytes(self), oldest->n_bytes);
+    means->n_taken++;
+done:
+    return st;
+}
+
+static pl_status issue(const pl_exchange *self, const pl_exchange_part *part,
+                       block *rows, flight *means)
+{
+    pl_status st = PL_OK;
+    if (means->n_issued - means->n_taken == PLI_EXCHANGE_SEGMENTS)
+        PL_TRY(take(self, means));
+    const size_t k = means->n_issued % PLI_EXCHANGE_SEGMENTS;
+    const size_t at = k * segment_bytes(self);
+    segment *next = &means->ring[k];
+    next->to = (char *)part->all.values + rows->first * rows->row_bytes + rows->column;
+    next->n_bytes = rows->n * rows->width;
     const pl_op op = {.kind = PL_ALL_REDUCE,
                       .reduction = PL_MEAN,
-                      .dtype = self->tables[t].dtype,
-                      .offset_bytes = self->spec.offset_bytes + at,
-                      .n_elems = next->n,
+                      .dtype = part->table.dtype,
+                      .offset_bytes = self->offset_bytes + at,
+                      .n_elems = next->n_bytes / pl_dtype_bytes(part->table.dtype),
                       .ends_step = 1};
-    lay_out(self, &self->cursor, next->n, self->staging + at);
-    PL_TRY(pl_comm_issue(self->spec.comm, &op, &next->ticket));
-    self->n_laid++;
-    /* A failure of the world is reported by the wait for the piece: peers may have
+    lay_out(part, rows, staging_of(self) + at);
+    PL_TRY(pl_comm_issue(self->comm, &op, &next->ticket));
+    means->n_issued++;
+    /* A failure of the world is reported by the wait for the segment: peers may have
      * finished the step by then, and this rank must finish it too. */
-    self->spec.comm->ops->work(self->spec.comm);
+    self->comm->ops->work(self->comm);
 done:
     return st;
 }
 
-static pl_status take_piece(pl_exchange *self, int64_t slice_ns)
+static pl_status average(const pl_exchange *self, const pl_exchange_part *part,
+                         flight *means)
 {
     pl_status st = PL_OK;
-    const size_t segment = self->n_taken % PLI_EXCHANGE_SEGMENTS;
-    const union_piece *oldest = &self->pieces[segment];
-    const size_t elem_bytes = pl_dtype_bytes(self->tables[oldest->table].dtype);
-    PL_TRY(pl_comm_wait(self->spec.comm, oldest->ticket, slice_ns));
-    memcpy((char *)self->unions[oldest->table].values + oldest->first * elem_bytes,
-           self->staging + segment * segment_bytes(self), oldest->n * elem_bytes);
-    self->n_taken++;
-done:
-    return st;
-}
-
-pl_status pl_exchange_mean(pl_exchange *self, int64_t slice_ns)
-{
-    pl_status st = PL_OK;
-    if (self->phase != EXCHANGE_FOUND)
-        PL_FAIL(PL_ESTATE, "cannot average before rows are found, or twice");
-    for (;;) {
-        while (has_more(self) && self->n_laid - self->n_taken < PLI_EXCHANGE_SEGMENTS)
-            PL_TRY(issue_piece(self));
-        if (self->n_taken == self->n_laid)
-            break;
-        PL_TRY(take_piece(self, slice_ns));
+    const size_t most = segment_bytes(self);
+    const size_t n_rows = part->all.n_rows;
+    block rows = {.row_bytes =
+                      part->table.row_elems * pl_dtype_bytes(part->table.dtype)};
+    if (rows.row_bytes == 0)
+        goto done;
+    const size_t n_most = most / smaller(rows.row_bytes, most);
+    for (; rows.first < n_rows; rows.first += n_most) {
+        rows.n = smaller(n_rows - rows.first, n_most);
+        for (rows.column = 0; rows.column < rows.row_bytes; rows.column += most) {
+            rows.width = smaller(rows.row_bytes - rows.column, most);
+            PL_TRY(issue(self, part, &rows, means));
+        }
     }
-    self->phase = EXCHANGE_AVERAGED;
+done:
+    return st;
+}
+
+pl_status pl_exchange_mean(const pl_exchange *self)
+{
+    pl_status st = PL_OK;
+    flight means = {.n_issued = 0};
+    for (size_t t = 0; t < self->n_parts; t++)
+        PL_TRY(average(self, &self->parts[t], &means));
+    while (means.n_taken < means.n_issued)
+        PL_TRY(take(self, &means));
 done:
     return st;
 }

@@ -90,8 +90,7 @@ typedef struct pl_grad_ops {
      * it has no gradient. */
     pl_status (*read_rows)(void *context, size_t i, const pl_table *table,
                            pl_sparse_rows *rows, pl_grad **out);
-    /* A mean of parameter i, to be filled, of `n_rows` rows, or with `is_whole` of all.
-     * `rows` is its memory. */
+    /* A mean of parameter i, to be filled, of the rows `all`; `rows` is its memory. */
     pl_status (*make_rows)(void *context, size_t i, const pl_table *table,
                            const pl_sparse_rows *all, pl_sparse_rows *rows,
                            pl_grad **out);

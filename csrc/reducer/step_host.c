@@ -1,9 +1,6 @@
 /* step_host.c - what all parts of a step do through its caller: let other threads run,
  * wait, read the stream, copy; and whether it may run in this process. */
-#include "core/clock.h"
 #include "step_state.h"
-
-enum { SLICE_NS = 50 * PLI_MS };
 
 pl_status pl_step_check_process(const pl_step *self)
 {
@@ -20,7 +17,7 @@ pl_status pli_step_wait(pl_step *self, slice_fn slice, void *argument)
 {
     for (;;) {
         void *lock = self->host->let_go(self->context);
-        pl_status st = slice(argument, SLICE_NS);
+        pl_status st = slice(argument, PLI_SLICE_NS);
         self->host->take_back(lock);
         if (st != PL_EAGAIN)
             return st;

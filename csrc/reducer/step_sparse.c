@@ -8,21 +8,20 @@
 #include "core/alloc.h"
 #include "step_state.h"
 
-/* One parameter's part. */
-typedef struct sparse_part {
+/* What owns the memory of a parameter's part. */
+typedef struct part_owners {
     size_t slot;
-    pl_grad *local; /* this rank's rows, or NULL without a gradient */
+    pl_grad *local; /* NULL without a gradient */
     pl_grad *mean;
-    pl_move values; /* of the mean */
-} sparse_part;
+} part_owners;
 
 typedef struct sparse_step {
     pl_step *step;
     size_t n_parts;
-    sparse_part *parts;
-    pl_table *tables;
-    pl_sparse_rows *rows;
-    pl_exchange *exchange;
+    pl_exchange_part *parts;
+    part_owners *owners;
+    int64_t *indices; /* of the unions */
+    void *lock;       /* while other threads may use the caller */
 } sparse_step;
 
 /* Whether slot i is declared sparse, and some rank used it in this step. */
@@ -49,92 +48,103 @@ static pl_table table_of(const pli_layout *layout)
     return table;
 }
 
-static pl_status read_part(sparse_step *self, size_t t, size_t slot)
+static pl_status read_part(sparse_step *self, size_t k, size_t slot)
 {
-    pl_status st = PL_OK;
-    pl_step *step = self->step;
-    pl_sparse_rows *rows = &self->rows[t];
-    self->parts[t].slot = slot;
-    self->tables[t] = table_of(step->slots[slot].layout);
-    *rows = (pl_sparse_rows){.indices = pl_no_indices()};
-    if (step->role !=
-        PL_ACTIVE) /* the gradient is that of an earlier step: ignore it */
-        goto done;
-    PL_TRY(step->grads->read_rows(step->context, slot, &self->tables[t], rows,
-                                  &self->parts[t].local));
-done:
-    return st;
+    const pl_step *step = self->step;
+    pl_exchange_part *part = &self->parts[k];
+    part->table = table_of(step->slots[slot].layout);
+    part->local = (pl_sparse_rows){.indices = pl_no_indices()};
+    self->owners[k].slot = slot;
+    if (step->role != PL_ACTIVE)
+        return PL_OK; /* the gradient is that of an earlier step: ignore it */
+    return step->grads->read_rows(step->context, slot, &part->table, &part->local,
+                                  &self->owners[k].local);
 }
 
-static pl_status begin(sparse_step *self)
+static pl_status read_parts(sparse_step *self)
 {
     pl_status st = PL_OK;
-    pl_step *step = self->step;
     const size_t n = self->n_parts;
-    size_t t = 0;
+    size_t n_read = 0;
+    PL_TRY(pli_calloc(n, sizeof *self->owners, "rows", &self->owners));
     PL_TRY(pli_calloc(n, sizeof *self->parts, "rows", &self->parts));
-    PL_TRY(pli_calloc(n, sizeof *self->tables, "rows", &self->tables));
-    PL_TRY(pli_calloc(n, sizeof *self->rows, "rows", &self->rows));
-    for (size_t i = 0; i < step->n_slots; i++)
-        if (is_used_sparse(step, i))
-            PL_TRY(read_part(self, t++, i));
-    const pl_exchange_spec spec = {
-        .comm = step->comm,
-        .offset_bytes = step->reducer->at.staging,
-        .staging_bytes = PLI_EXCHANGE_BYTES,
-        .tables = self->tables,
-        .rows = self->rows,
-        .n_tables = n,
-    };
-    PL_TRY(pl_exchange_create(&spec, &self->exchange));
+    for (size_t i = 0; i < self->step->n_slots; i++)
+        if (is_used_sparse(self->step, i))
+            PL_TRY(read_part(self, n_read++, i));
 done:
     return st;
 }
 
 /* Makes the tensor that receives a mean. */
-static pl_status make_room(sparse_step *self, size_t t)
+static pl_status make_room(sparse_step *self, size_t k)
 {
     pl_status st = PL_OK;
-    pl_step *step = self->step;
-    const pl_sparse_rows all = pl_exchange_union(self->exchange, t);
-    sparse_part *part = &self->parts[t];
+    const pl_step *step = self->step;
+    pl_exchange_part *part = &self->parts[k];
     pl_sparse_rows room;
-    PL_TRY(step->grads->make_rows(step->context, part->slot, &self->tables[t], &all,
-                                  &room, &part->mean));
-    part->values = (pl_move){.to = room.values,
-                             .dtype = self->tables[t].dtype,
-                             .n_elems = room.n_rows * self->tables[t].row_elems};
-    pl_exchange_set_room(self->exchange, t, room.values);
+    PL_TRY(step->grads->make_rows(step->context, self->owners[k].slot, &part->table,
+                                  &part->all, &room, &self->owners[k].mean));
+    part->all.values = room.values;
 done:
     return st;
 }
 
-static pl_status find_slice(void *exchange, int64_t slice_ns)
+/* Waits without the lock, which it takes only to handle signals. */
+static pl_status wait_for(void *context, pl_ticket ticket)
 {
-    return pl_exchange_find(exchange, slice_ns);
+    sparse_step *self = context;
+    const pl_step *step = self->step;
+    for (;;) {
+        pl_status st = pl_comm_wait(step->comm, ticket, PLI_SLICE_NS);
+        if (st != PL_EAGAIN)
+            return st;
+        step->host->take_back(self->lock);
+        st = step->host->check_signals(step->context);
+        self->lock = step->host->let_go(step->context);
+        if (st != PL_OK)
+            return st;
+    }
 }
 
-static pl_status mean_slice(void *exchange, int64_t slice_ns)
+static pl_status exchange_rows(sparse_step *self)
 {
-    return pl_exchange_mean(exchange, slice_ns);
+    const pl_step *step = self->step;
+    const pl_exchange exchange = {.comm = step->comm,
+                                  .offset_bytes = step->reducer->at.staging,
+                                  .staging_bytes = PLI_EXCHANGE_BYTES,
+                                  .parts = self->parts,
+                                  .n_parts = self->n_parts,
+                                  .wait = wait_for,
+                                  .context = self};
+    self->lock = step->host->let_go(step->context);
+    pl_status st = pl_exchange_find(&exchange, &self->indices);
+    step->host->take_back(self->lock);
+    for (size_t k = 0; st == PL_OK && k < self->n_parts; k++)
+        st = make_room(self, k);
+    if (st != PL_OK)
+        return st;
+    self->lock = step->host->let_go(step->context);
+    st = pl_exchange_mean(&exchange);
+    step->host->take_back(self->lock);
+    return st;
 }
 
 static pl_status run(sparse_step *self)
 {
     pl_status st = PL_OK;
     pl_step *step = self->step;
-    PL_TRY(begin(self));
-    PL_TRY(pli_step_wait(step, find_slice, self->exchange));
-    for (size_t t = 0; t < self->n_parts; t++)
-        PL_TRY(make_room(self, t));
-    PL_TRY(pli_step_wait(step, mean_slice, self->exchange));
-    for (size_t t = 0; t < self->n_parts; t++) {
-        sparse_part *part = &self->parts[t];
+    PL_TRY(read_parts(self));
+    PL_TRY(exchange_rows(self));
+    for (size_t k = 0; k < self->n_parts; k++) {
+        const pl_exchange_part *part = &self->parts[k];
+        const pl_move mean = {.to = part->all.values,
+                              .dtype = part->table.dtype,
+                              .n_elems = part->all.n_rows * part->table.row_elems};
         if (is_to_rescale(step))
-            PL_TRY(pl_reducer_rescale_mean(step->reducer, &part->values));
+            PL_TRY(pl_reducer_rescale_mean(step->reducer, &mean));
         if (binds_results(step))
-            replace_grad(step, &step->slots[part->slot].target,
-                         hold_grad(step, part->mean));
+            replace_grad(step, &step->slots[self->owners[k].slot].target,
+                         hold_grad(step, self->owners[k].mean));
     }
 done:
     return st;
@@ -167,13 +177,12 @@ pl_status pli_sparse_finish(pl_step *self)
     if (self->hook != NULL)
         return finish_by_hook(self, sparse.n_parts);
     const pl_status st = run(&sparse);
-    for (size_t t = 0; sparse.parts != NULL && t < sparse.n_parts; t++) {
-        drop_grad(self, sparse.parts[t].local);
-        drop_grad(self, sparse.parts[t].mean);
+    for (size_t k = 0; sparse.owners != NULL && k < sparse.n_parts; k++) {
+        drop_grad(self, sparse.owners[k].local);
+        drop_grad(self, sparse.owners[k].mean);
     }
-    pl_exchange_destroy(sparse.exchange);
+    pli_free(sparse.owners);
     pli_free(sparse.parts);
-    pli_free(sparse.tables);
-    pli_free(sparse.rows);
+    pli_free(sparse.indices);
     return st;
 }

@@ -193,6 +193,8 @@ static inline pl_grad *hold_grad(const pl_step *self, pl_grad *grad)
 
 /* ---- the caller's threads (step_host.c) ----------------------------------------- */
 
+enum { PLI_SLICE_NS = 50 * PLI_MS }; /* of a wait: signals are handled as often */
+
 /* If `lets`, lets other threads use the caller until take_back(). */
 static inline void *let_go_if(const pl_step *self, int lets)
 {

@@ -18,39 +18,53 @@ typedef struct interruption {
     int n_rows; /* per rank; 0: only counts of rows are sent */
 } interruption;
 
-/* One step: an exchange of rows, the same on every rank.  A culprit does as much as it
- * can without waiting, a drawn number of times. */
+/* How a rank waits.  A culprit does as much as it can without waiting, a drawn number
+ * of times. */
+typedef struct patience {
+    pl_comm *comm;
+    int is_culprit;
+    size_t n_calls;
+} patience;
+
+static pl_status wait_a_while(void *context, pl_ticket ticket)
+{
+    patience *self = context;
+    pl_status st = PL_EAGAIN;
+    if (!self->is_culprit)
+        return wait_through(self->comm, ticket);
+    while (st == PL_EAGAIN && self->n_calls > 0) {
+        st = pl_comm_wait(self->comm, ticket, 0);
+        self->n_calls -= st == PL_EAGAIN;
+    }
+    return st;
+}
+
+/* One step: an exchange of rows, the same on every rank. */
 static pl_status exchange_rows(rank_job *job, int n_rows, int is_culprit)
 {
     static float values[N_ROWS * ROW_ELEMS];
     pl_status st = PL_OK;
-    float *room = NULL;
-    pl_exchange *self = NULL;
+    int64_t *found = NULL;
     int64_t indices[N_ROWS];
-    size_t n_calls = draw_below(&job->random, 40);
-    const pl_table table = {.n_rows = N_ROWS, .row_elems = ROW_ELEMS, .dtype = PL_F32};
-    const pl_sparse_rows rows = {
-        .indices = indices, .values = values, .n_rows = (size_t)n_rows};
-    const pl_exchange_spec spec = {.comm = job->comm,
-                                   .staging_bytes = ARENA_BYTES,
-                                   .tables = &table,
-                                   .rows = &rows,
-                                   .n_tables = 1};
+    patience self = {job->comm, is_culprit, 1 + draw_below(&job->random, 40)};
+    pl_exchange_part part = {
+        .table = {.n_rows = N_ROWS, .row_elems = ROW_ELEMS, .dtype = PL_F32},
+        .local = {.indices = indices, .values = values, .n_rows = (size_t)n_rows}};
+    const pl_exchange exchange = {.comm = job->comm,
+                                  .staging_bytes = ARENA_BYTES,
+                                  .parts = &part,
+                                  .n_parts = 1,
+                                  .wait = wait_a_while,
+                                  .context = &self};
+    float *room = NULL;
     for (int k = 0; k < n_rows; k++)
         indices[k] = k;
     PL_TRY(pli_calloc(sizeof values, 1, "room", &room));
-    PL_TRY(pl_exchange_create(&spec, &self));
-    do {
-        st = pl_exchange_find(self, is_culprit ? 0 : RANKS_SLICE_NS);
-    } while (st == PL_EAGAIN && (!is_culprit || n_calls-- > 0));
-    PL_TRY(st);
-    pl_exchange_set_room(self, 0, room);
-    do {
-        st = pl_exchange_mean(self, is_culprit ? 0 : RANKS_SLICE_NS);
-    } while (st == PL_EAGAIN && (!is_culprit || n_calls-- > 0));
-    PL_TRY(st);
+    PL_TRY(pl_exchange_find(&exchange, &found));
+    part.all.values = room;
+    PL_TRY(pl_exchange_mean(&exchange));
 done:
-    pl_exchange_destroy(self);
+    pli_free(found);
     pli_free(room);
     return st;
 }

@@ -12,7 +12,7 @@
 #include "values.h"
 
 enum { MAX_TABLES = 6, MAX_ROWS = 300, MAX_ROW_ELEMS = 90, STAGING_AT = 256 };
-enum { LEAST_STAGING = 64 * PL_CACHE_LINE };
+enum { LEAST_STAGING = 4 * PLI_EXCHANGE_SEGMENTS * PL_CACHE_LINE };
 
 typedef struct problem {
     uint64_t seed;
@@ -90,8 +90,9 @@ static int mean_of(const problem *it, size_t t, size_t row, size_t part)
 typedef struct side {
     const problem *problem;
     int rank;
-    pl_sparse_rows rows[MAX_TABLES];
-    void *room[MAX_TABLES];
+    pl_exchange_part parts[MAX_TABLES];
+    pl_exchange exchange;
+    int64_t *found;
 } side;
 
 static void *memory(size_t n_bytes)
@@ -102,12 +103,21 @@ static void *memory(size_t n_bytes)
     return out;
 }
 
-static void side_fill(const problem *it, int rank, side *out)
+static void side_fill(const problem *it, int rank, pl_comm *comm, side *out)
 {
-    *out = (side){.problem = it, .rank = rank};
+    *out = (side){.problem = it,
+                  .rank = rank,
+                  .exchange = {.comm = comm,
+                               .offset_bytes = STAGING_AT,
+                               .staging_bytes = it->staging_bytes,
+                               .parts = out->parts,
+                               .n_parts = it->n_tables,
+                               .wait = wait_through,
+                               .context = comm}};
     for (size_t t = 0; t < it->n_tables; t++) {
         const pl_table *table = &it->tables[t];
-        pl_sparse_rows *rows = &out->rows[t];
+        pl_sparse_rows *rows = &out->parts[t].local;
+        out->parts[t].table = *table;
         rows->indices = memory(table->n_rows * sizeof(int64_t));
         rows->values = memory(table->n_rows * row_parts(table) * sizeof(double));
         for (size_t row = 0; row < table->n_rows; row++) {
@@ -129,11 +139,13 @@ static void side_fill(const problem *it, int rank, side *out)
 static void side_drop(side *self)
 {
     for (size_t t = 0; t < self->problem->n_tables; t++) {
-        if (self->room[t] != self->rows[t].values)
-            free(self->room[t]);
-        free(self->rows[t].indices);
-        free(self->rows[t].values);
+        const pl_exchange_part *part = &self->parts[t];
+        if (part->all.values != part->local.values)
+            free(part->all.values);
+        free(part->local.indices);
+        free(part->local.values);
     }
+    pli_free(self->found);
 }
 
 static int any_is_whole(const problem *it, size_t t)
@@ -161,15 +173,16 @@ static void check_union(const problem *it, size_t t, pl_sparse_rows found)
     CHECK(n == found.n_rows);
 }
 
-static void check_means(const side *self, size_t t, pl_sparse_rows found)
+static void check_means(const side *self, size_t t)
 {
+    const pl_sparse_rows found = self->parts[t].all;
     const problem *it = self->problem;
     const pl_table *table = &it->tables[t];
     size_t n_wrong = 0;
     for (size_t k = 0; k < found.n_rows; k++) {
         const size_t row = found.indices != NULL ? (size_t)found.indices[k] : k;
         for (size_t p = 0; p < row_parts(table); p++)
-            n_wrong += !value_is(self->room[t], value_part(table->dtype),
+            n_wrong += !value_is(found.values, value_part(table->dtype),
                                  k * row_parts(table) + p, mean_of(it, t, row, p));
     }
     if (!CHECK(n_wrong == 0))
@@ -177,65 +190,34 @@ static void check_means(const side *self, size_t t, pl_sparse_rows found)
                    self->rank, it->world_size, t, n_wrong);
 }
 
-static pl_status find_through(pl_exchange *exchange)
-{
-    pl_status st = PL_EAGAIN;
-    while (st == PL_EAGAIN)
-        st = pl_exchange_find(exchange, RANKS_SLICE_NS);
-    return st;
-}
-
-static pl_status mean_through(pl_exchange *exchange)
-{
-    pl_status st = PL_EAGAIN;
-    while (st == PL_EAGAIN)
-        st = pl_exchange_mean(exchange, RANKS_SLICE_NS);
-    return st;
-}
-
 /* A rank that has every row may take the means in place. */
-static void give_room(side *self, pl_exchange *exchange)
+static void give_room(side *self)
 {
     for (size_t t = 0; t < self->problem->n_tables; t++) {
-        const pl_table *table = &self->problem->tables[t];
-        const pl_sparse_rows found = pl_exchange_union(exchange, t);
-        const size_t n_bytes = found.n_rows * row_parts(table) * sizeof(double);
-        check_union(self->problem, t, found);
-        self->room[t] =
-            self->rows[t].indices == NULL ? self->rows[t].values : memory(n_bytes);
-        pl_exchange_set_room(exchange, t, self->room[t]);
+        pl_exchange_part *part = &self->parts[t];
+        const size_t n_bytes =
+            part->all.n_rows * row_parts(&part->table) * sizeof(double);
+        check_union(self->problem, t, part->all);
+        part->all.values =
+            part->local.indices == NULL ? part->local.values : memory(n_bytes);
     }
-}
-
-static pl_status make_exchange(const side *self, pl_comm *comm, pl_exchange **out)
-{
-    const pl_exchange_spec spec = {.comm = comm,
-                                   .offset_bytes = STAGING_AT,
-                                   .staging_bytes = self->problem->staging_bytes,
-                                   .tables = self->problem->tables,
-                                   .rows = self->rows,
-                                   .n_tables = self->problem->n_tables};
-    return pl_exchange_create(&spec, out);
 }
 
 static void average(rank_job *job)
 {
     const problem *it = job->context;
-    pl_exchange *exchange = NULL;
     side self;
-    side_fill(it, job->rank, &self);
+    side_fill(it, job->rank, job->comm, &self);
     if (it->rest_ns > 0)
         draw_rest(&job->random, it->rest_ns);
-    if (CHECK_OK(make_exchange(&self, job->comm, &exchange)) &&
-        CHECK_OK(find_through(exchange))) {
-        give_room(&self, exchange);
+    if (CHECK_OK(pl_exchange_find(&self.exchange, &self.found))) {
+        give_room(&self);
         if (it->rest_ns > 0)
             draw_rest(&job->random, it->rest_ns);
-        if (CHECK_OK(mean_through(exchange)))
+        if (CHECK_OK(pl_exchange_mean(&self.exchange)))
             for (size_t t = 0; t < it->n_tables; t++)
-                check_means(&self, t, pl_exchange_union(exchange, t));
+                check_means(&self, t);
     }
-    pl_exchange_destroy(exchange);
     side_drop(&self);
 }
 
@@ -290,24 +272,21 @@ TEST(tables_without_rows_or_columns_have_no_means)
 static void fail_between(rank_job *job)
 {
     const problem *it = job->context;
-    pl_exchange *exchange = NULL;
     side self;
-    side_fill(it, job->rank, &self);
-    CHECK_OK(make_exchange(&self, job->comm, &exchange));
-    pl_status st = find_through(exchange);
+    side_fill(it, job->rank, job->comm, &self);
+    pl_status st = pl_exchange_find(&self.exchange, &self.found);
     if (job->rank == it->culprit) {
         CHECK_OK(st);
         pl_comm_abort(job->comm, "no memory for the means;");
     } else {
         if (st == PL_OK) {
-            give_room(&self, exchange);
-            st = mean_through(exchange);
+            give_room(&self);
+            st = pl_exchange_mean(&self.exchange);
         }
         CHECK_FAILS(st, PL_EPEER, "no memory for the means;");
         CHECK(blames(pl_error_message(), job->rank, it->culprit));
         pl_comm_abort(job->comm, NULL);
     }
-    pl_exchange_destroy(exchange);
     side_drop(&self);
 }
 
@@ -322,82 +301,71 @@ TEST(who_fails_between_two_rounds_fails_the_exchange_on_every_rank)
     }
 }
 
-static void refuse_rows(pl_comm *comm)
+/* Row numbers of one rank, which a table of five rows lacks, or out of order. */
+typedef struct wrong_rows {
+    size_t n;
+    int64_t indices[6];
+    const char *words;
+} wrong_rows;
+
+static void refuse_rows(rank_job *job)
 {
-    int64_t indices[] = {2, 2, 5};
-    float values[30] = {0};
-    const pl_table table = {.n_rows = 5, .row_elems = 2, .dtype = PL_F32};
-    pl_sparse_rows rows = {.indices = indices, .values = values, .n_rows = 2};
-    pl_exchange_spec spec = {.comm = comm,
-                             .offset_bytes = STAGING_AT,
-                             .staging_bytes = LEAST_STAGING,
-                             .tables = &table,
-                             .rows = &rows,
-                             .n_tables = 1};
-    pl_exchange *exchange = NULL;
-    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL,
-                "row 2 of table 0 comes after row 2");
-    rows.indices = indices + 1;
-    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL,
-                "row 5 is outside table 0, which has 5 rows");
-    indices[1] = -1;
-    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL, "row -1 is outside");
-    rows.indices = NULL;
-    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL,
-                "5 rows, and 2 are given as all");
-    spec.staging_bytes = LEAST_STAGING - 1;
-    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL, "too small");
-    CHECK(exchange == NULL);
+    const wrong_rows *wrong = job->context;
+    int64_t right[] = {0, 4};
+    int64_t indices[6];
+    float values[12] = {0};
+    int64_t *found = NULL;
+    pl_exchange_part part = {
+        .table = {.n_rows = 5, .row_elems = 2, .dtype = PL_F32},
+        .local = {.indices = right, .values = values, .n_rows = 2}};
+    const pl_exchange exchange = {.comm = job->comm,
+                                  .staging_bytes = LEAST_STAGING,
+                                  .parts = &part,
+                                  .n_parts = 1,
+                                  .wait = wait_through,
+                                  .context = job->comm};
+    if (job->rank == 1) {
+        memcpy(indices, wrong->indices, sizeof indices);
+        part.local.indices = indices;
+        part.local.n_rows = wrong->n;
+    }
+    CHECK_FAILS(pl_exchange_find(&exchange, &found), PL_EMISMATCH, wrong->words);
+    CHECK(found == NULL);
 }
 
-TEST(rows_that_no_table_has_are_refused)
+TEST(rows_that_no_table_has_are_refused_on_every_rank)
 {
-    pl_comm *comm = NULL;
-    if (!CHECK_OK(local_create(1, 8192, RANKS_DEADLINE_NS, &comm)))
-        return;
-    refuse_rows(comm);
-    pl_comm_destroy(comm);
-}
-
-TEST(means_before_rows_are_found_are_refused)
-{
-    const problem it = problem_of(160, 1);
-    pl_comm *comm = NULL;
-    pl_exchange *exchange = NULL;
-    side self;
-    side_fill(&it, 0, &self);
-    if (CHECK_OK(local_create(1, 65536, RANKS_DEADLINE_NS, &comm)) &&
-        CHECK_OK(make_exchange(&self, comm, &exchange)))
-        CHECK(pl_exchange_mean(exchange, 0) == PL_ESTATE);
-    pl_exchange_destroy(exchange);
-    pl_comm_destroy(comm);
-    side_drop(&self);
+    wrong_rows cases[] = {
+        {2, {2, 2}, "rank 1 has row 2 of table 0 after row 2"},
+        {3, {0, 3, 1}, "rank 1 has row 1 of table 0 after row 3"},
+        {2, {2, 5}, "rank 1 has row 5 of table 0, which has 5 rows"},
+        {1, {-1}, "rank 1 has row -1 of table 0,"},
+        {6, {0, 1, 2, 3, 4, 4}, "rank 1 has more rows than table 0"},
+    };
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
+        ranks_run_world(3, LEAST_STAGING, refuse_rows, &cases[k], k);
 }
 
 TEST(exchanges_survive_the_failure_of_any_allocation)
 {
-    problem it = problem_of(170, 1);
+    const problem it = problem_of(170, 1);
     pl_comm *comm = NULL;
     int n_failed = 0;
     side self;
-    side_fill(&it, 0, &self);
     if (!CHECK_OK(local_create(1, 65536, RANKS_DEADLINE_NS, &comm)))
         return;
+    side_fill(&it, 0, comm, &self);
     for (long n = 1; n < 100; n++) {
-        pl_exchange *exchange = NULL;
         pli_fault_arm(PLI_FAULT_ALLOC, n);
-        pl_status st = make_exchange(&self, comm, &exchange);
-        if (st == PL_OK)
-            st = find_through(exchange);
+        const pl_status st = pl_exchange_find(&self.exchange, &self.found);
         const int is_hit = pli_fault_count(PLI_FAULT_ALLOC) >= n;
         pli_fault_arm(PLI_FAULT_ALLOC, 0);
         CHECK(st == (is_hit ? PL_ENOMEM : PL_OK));
-        pl_exchange_destroy(exchange);
         n_failed += is_hit;
         if (!is_hit)
             break;
     }
-    CHECK(n_failed == 11);
+    CHECK(n_failed == 6);
     pl_comm_destroy(comm);
     side_drop(&self);
 }

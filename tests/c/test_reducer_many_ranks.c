@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "comm/group_comm.h"
+#include "core/alloc.h"
 #include "kernel_driver.h"
 #include "nccl/gpu_comm_state.h"
 #include "ranks.h"
@@ -186,28 +187,27 @@ TEST(rows_of_thousands_of_ranks_are_found)
 {
     int64_t row = RANK;
     float value = 1;
+    int64_t *found = NULL;
     peers all;
-    pl_exchange *exchange = NULL;
-    const pl_table table = {.n_rows = N_RANKS, .row_elems = 1, .dtype = PL_F32};
-    const pl_sparse_rows rows = {.indices = &row, .values = &value, .n_rows = 1};
+    pl_exchange_part part = {
+        .table = {.n_rows = N_RANKS, .row_elems = 1, .dtype = PL_F32},
+        .local = {.indices = &row, .values = &value, .n_rows = 1}};
     if (!peers_create(PLI_EXCHANGE_BYTES, &all))
         return;
-    const pl_exchange_spec spec_of_rows = {.comm = all.comm,
-                                           .staging_bytes = PLI_EXCHANGE_BYTES,
-                                           .tables = &table,
-                                           .rows = &rows,
-                                           .n_tables = 1};
-    pl_exchange_spec small = spec_of_rows;
-    small.staging_bytes = (N_RANKS - 1) * PL_CACHE_LINE;
-    CHECK(pl_exchange_create(&small, &exchange) == PL_EINVAL);
-    if (CHECK_OK(pl_exchange_create(&spec_of_rows, &exchange)) &&
-        CHECK_OK(pl_exchange_find(exchange, RANKS_SLICE_NS))) {
-        const pl_sparse_rows found = pl_exchange_union(exchange, 0);
-        CHECK(found.n_rows == N_RANKS);
-        for (size_t k = 0; k < found.n_rows; k++)
-            CHECK(found.indices[k] == (int64_t)k);
+    pl_exchange exchange = {.comm = all.comm,
+                            .staging_bytes = (N_RANKS - 1) * PL_CACHE_LINE,
+                            .parts = &part,
+                            .n_parts = 1,
+                            .wait = wait_through,
+                            .context = all.comm};
+    CHECK_FAILS(pl_exchange_find(&exchange, &found), PL_EINVAL, "too small");
+    exchange.staging_bytes = PLI_EXCHANGE_BYTES;
+    if (CHECK_OK(pl_exchange_find(&exchange, &found))) {
+        CHECK(part.all.n_rows == N_RANKS);
+        for (size_t k = 0; k < part.all.n_rows; k++)
+            CHECK(part.all.indices[k] == (int64_t)k);
     }
-    pl_exchange_destroy(exchange);
+    pli_free(found);
     pl_comm_destroy(all.comm);
 }
 

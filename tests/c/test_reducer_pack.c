@@ -1,6 +1,5 @@
 /* test_reducer_pack.c - moves deferred until their bucket is posted: the launches,
  * records and waits, in their order, on their streams. */
-#include "reducer/sparse_exchange.h"
 #include "tracer.h"
 
 /* Events in the order in which they are made: between 1, aside 2, buckets 3 and 4. */
@@ -194,15 +193,4 @@ TRACED_TEST(host_memory_of_another_size_than_the_header_is_refused)
         pl_reducer_create(&spec, &tracers[0].comm, &tracers[0].backend, &reducer),
         PL_EINVAL, "of a reducer's header");
     CHECK(reducer == NULL);
-}
-
-TRACED_TEST(rows_in_device_memory_are_not_exchanged)
-{
-    (void)it;
-    pl_exchange *exchange = NULL;
-    const pl_exchange_spec rows = {.comm = &tracers[0].comm,
-                                   .staging_bytes = PLI_EXCHANGE_BYTES};
-    CHECK_FAILS(pl_exchange_create(&rows, &exchange), PL_EUNSUPPORTED,
-                "average them densely");
-    CHECK(exchange == NULL);
 }

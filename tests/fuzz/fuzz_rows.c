@@ -2,6 +2,7 @@
  * numbers.
  */
 #include "bytes.h"
+#include "core/alloc.h"
 #include "reducer/sparse_exchange.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
@@ -27,11 +28,10 @@ static pl_status rows_issue(pl_comm *comm, const pl_op *op, const pli_order *ord
     return PL_OK;
 }
 
-static pl_status rows_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
+static pl_status rows_wait(void *context, pl_ticket ticket)
 {
-    (void)comm;
+    (void)context;
     (void)ticket;
-    (void)slice_ns;
     return PL_OK;
 }
 
@@ -41,32 +41,32 @@ static void rows_work(pl_comm *comm)
 }
 
 static const pl_comm_ops rows_ops = {
-    .name = "rows", .issue = rows_issue, .work = rows_work, .wait = rows_wait};
+    .name = "rows", .issue = rows_issue, .work = rows_work};
 
 /* Takes the union as its callers do: as rows of the table. */
-static void take_union(pl_exchange *exchange, const pl_table *tables, void **rooms)
+static void take_union(const pl_exchange *exchange)
 {
     for (size_t t = 0; t < ROWS_TABLES; t++) {
-        const pl_sparse_rows all = pl_exchange_union(exchange, t);
-        must(all.n_rows <= tables[t].n_rows);
-        for (size_t k = 0; all.indices != NULL && k < all.n_rows; k++)
-            must(all.indices[k] >= 0 &&
-                 (uint64_t)all.indices[k] < (uint64_t)tables[t].n_rows);
-        rooms[t] = calloc(all.n_rows + 1, tables[t].row_elems * sizeof(float));
-        pl_exchange_set_room(exchange, t, rooms[t]);
+        const pl_table *table = &exchange->parts[t].table;
+        pl_sparse_rows *all = &exchange->parts[t].all;
+        must(all->n_rows <= table->n_rows);
+        for (size_t k = 0; all->indices != NULL && k < all->n_rows; k++)
+            must(all->indices[k] >= 0 &&
+                 (uint64_t)all->indices[k] < (uint64_t)table->n_rows);
+        all->values = calloc(all->n_rows + 1, table->row_elems * sizeof(float));
     }
-    must(pl_exchange_mean(exchange, 0) == PL_OK);
+    must(pl_exchange_mean(exchange) == PL_OK);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
-    static const pl_table tables[ROWS_TABLES] = {
-        {.n_rows = 5, .row_elems = 2, .dtype = PL_F32},
-        {.n_rows = 700, .row_elems = 1, .dtype = PL_F32}};
     static int64_t indices[] = {1, 3};
     static float values[] = {1, 2, 3, 4};
-    const pl_sparse_rows rows[ROWS_TABLES] = {{indices, values, 2},
-                                              {indices, values, 2}};
+    const pl_sparse_rows rows = {indices, values, 2};
+    pl_exchange_part parts[ROWS_TABLES] = {
+        {.table = {.n_rows = 5, .row_elems = 2, .dtype = PL_F32}, .local = rows},
+        {.table = {.n_rows = 700, .row_elems = 1, .dtype = PL_F32}, .local = rows}};
+    int64_t *found = NULL;
     rows_world world = {.super = {.ops = &rows_ops,
                                   .rank = 1,
                                   .world_size = 2,
@@ -74,18 +74,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
                                   .host_bytes = ROWS_STAGING},
                         .from = {data, n}};
     world.super.arena = world.arena;
-    const pl_exchange_spec spec = {.comm = &world.super,
-                                   .staging_bytes = ROWS_STAGING,
-                                   .tables = tables,
-                                   .rows = rows,
-                                   .n_tables = ROWS_TABLES};
-    void *rooms[ROWS_TABLES] = {NULL};
-    pl_exchange *exchange = NULL;
-    must(pl_exchange_create(&spec, &exchange) == PL_OK);
-    if (pl_exchange_find(exchange, 0) == PL_OK)
-        take_union(exchange, tables, rooms);
+    const pl_exchange exchange = {.comm = &world.super,
+                                  .staging_bytes = ROWS_STAGING,
+                                  .parts = parts,
+                                  .n_parts = ROWS_TABLES,
+                                  .wait = rows_wait};
+    if (pl_exchange_find(&exchange, &found) == PL_OK)
+        take_union(&exchange);
     for (size_t t = 0; t < ROWS_TABLES; t++)
-        free(rooms[t]);
-    pl_exchange_destroy(exchange);
+        free(parts[t].all.values);
+    pli_free(found);
     return 0;
 }
