@@ -217,6 +217,11 @@ void pli_recorder_activity(pli_recorder *self, pl_activity activity, uint64_t st
     }
 }
 
+const pli_record *pli_recorder_look(const pli_recorder *self, uint64_t step)
+{
+    return is_own(self) ? &self->file->records[step % PLI_RECORDER_RECORDS] : NULL;
+}
+
 void pli_recorder_plan(pli_recorder *self, size_t n_buckets, size_t n_bytes)
 {
     pli_record *record = record_of(self);

@@ -100,6 +100,10 @@ void pli_recorder_destroy(pli_recorder *self);
 /* Records what the process does from now on, and in which step. */
 void pli_recorder_activity(pli_recorder *self, pl_activity activity, uint64_t step);
 
+/* The record in which that step is or was; NULL in a forked child.  It may be read
+ * between steps. */
+const pli_record *pli_recorder_look(const pli_recorder *self, uint64_t step);
+
 /* Call these between backward and the end of the step. */
 void pli_recorder_plan(pli_recorder *self, size_t n_buckets, size_t n_bytes);
 void pli_recorder_ready(pli_recorder *self, size_t bucket, size_t n_bytes);

@@ -137,6 +137,91 @@ static PyObject *die_with(PyObject *module, PyObject *args)
         pli_check(state_of_module(module), pli_parent_watch_start(pidfd, pipe_fd)));
 }
 
+/* ---- whether modules are as they were ------------------------------------------- */
+
+static int is_same_name(PyObject *name, PyObject *expected)
+{
+    return name == expected || (PyUnicode_Check(name) && PyUnicode_Check(expected) &&
+                                PyUnicode_Compare(name, expected) == 0);
+}
+
+/* Runs no user code: names are compared as strings, values by identity.  A value may be
+ * anything if the expected one is `any`; if `any` is NULL, only names are compared. */
+static int is_as(PyObject *dict, PyObject *expected, PyObject *any)
+{
+    Py_ssize_t at = 0, at_expected = 0;
+    PyObject *name, *value, *expected_name, *held;
+    if (PyDict_GET_SIZE(dict) != PyDict_GET_SIZE(expected))
+        return 0;
+    while (PyDict_Next(dict, &at, &name, &value) &&
+           PyDict_Next(expected, &at_expected, &expected_name, &held))
+        if (!is_same_name(name, expected_name) ||
+            (any != NULL && held != any && value != held))
+            return 0;
+    return 1;
+}
+
+static int check_dicts(PyObject *dicts, PyObject *expected)
+{
+    int is_right = PyList_Check(dicts) && PyList_Check(expected) &&
+                   PyList_GET_SIZE(dicts) == PyList_GET_SIZE(expected);
+    for (Py_ssize_t i = 0; is_right && i < PyList_GET_SIZE(dicts); i++)
+        is_right = PyDict_Check(PyList_GET_ITEM(dicts, i)) &&
+                   PyDict_Check(PyList_GET_ITEM(expected, i));
+    if (!is_right)
+        PyErr_SetString(PyExc_TypeError, "give two lists of dicts, equally long");
+    return is_right ? 0 : -1;
+}
+
+static PyObject *restore(PyObject *module, PyObject *args)
+{
+    PLI_ENTER(module);
+    PyObject *dicts, *expected;
+    if (!PyArg_ParseTuple(args, "OO:restore", &dicts, &expected) ||
+        check_dicts(dicts, expected) != 0)
+        return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts); i++) {
+        PyObject *const dict = PyList_GET_ITEM(dicts, i);
+        PyObject *const held = PyList_GET_ITEM(expected, i);
+        if (!is_as(dict, held, NULL))
+            PyDict_Clear(dict);
+        if (PyDict_Update(dict, held) != 0)
+            return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *differing(PyObject *module, PyObject *args)
+{
+    PLI_ENTER(module);
+    PyObject *dicts, *expected, *any;
+    if (!PyArg_ParseTuple(args, "OOO:differing", &dicts, &expected, &any) ||
+        check_dicts(dicts, expected) != 0)
+        return NULL;
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i < PyList_GET_SIZE(dicts); i++) {
+        if (is_as(PyList_GET_ITEM(dicts, i), PyList_GET_ITEM(expected, i), any))
+            continue;
+        PyObject *number = PyLong_FromSsize_t(i);
+        if (number == NULL || PyList_Append(found, number) != 0)
+            Py_CLEAR(found);
+        Py_XDECREF(number);
+    }
+    return found;
+}
+
+static PyObject *reference_counts(PyObject *module, PyObject *objects)
+{
+    PLI_ENTER(module);
+    if (!PyList_Check(objects))
+        return PyErr_Format(PyExc_TypeError, "objects is not a list");
+    PyObject *counts = PyTuple_New(PyList_GET_SIZE(objects));
+    for (Py_ssize_t i = 0; counts != NULL && i < PyList_GET_SIZE(objects); i++)
+        pli_tuple_put(&counts, i,
+                      PyLong_FromSsize_t(Py_REFCNT(PyList_GET_ITEM(objects, i))));
+    return counts;
+}
+
 /* Returns 1 if object.name is no longer `was`, 0, or -1. */
 static int has_changed(PyObject *object, PyObject *name, PyObject *was)
 {
@@ -178,6 +263,8 @@ static PyObject *converted(PyObject *module, PyObject *noted)
         found = is_converted(state, PyList_GET_ITEM(noted, i));
     return found >= 0 ? PyBool_FromLong(found) : NULL;
 }
+
+/* ---- the table ------------------------------------------------------------------ */
 
 static PyMethodDef module_methods[] = {
     {"attach_torch", (PyCFunction)(void (*)(void))attach_torch,
@@ -221,16 +308,16 @@ static PyMethodDef module_methods[] = {
     {"gather", (PyCFunction)(void (*)(void))pli_gather, METH_FASTCALL,
      "gather(outputs, sizes, dim, join=None, /)\n--\n\nJoin the replicas' outputs; "
      "join(tensors, dim) joins tensors, and join.of_replica(value, k) brings a value."},
-    {"differing", pli_differing, METH_VARARGS,
+    {"differing", differing, METH_VARARGS,
      "differing(dicts, expected, any, /)\n--\n\nReturn the indices of dicts that lack "
      "the expected names and values in the expected order; the value `any` matches "
      "every object."},
-    {"restore", pli_restore, METH_VARARGS,
+    {"restore", restore, METH_VARARGS,
      "restore(dicts, expected, /)\n--\n\nGive dicts exactly the expected items."},
     {"converted", converted, METH_O,
      "converted(noted, /)\n--\n\nTell whether any (parameter, dtype, __dict__, "
      "requires_grad) has changed; freezing does not count."},
-    {"reference_counts", pli_reference_counts, METH_O,
+    {"reference_counts", reference_counts, METH_O,
      "reference_counts(objects, /)\n--\n\nReturn the reference count of each object of "
      "a list."},
     {"isa", isa, METH_NOARGS, "isa()\n--\n\nReturn the instruction set of the sums."},

@@ -52,6 +52,17 @@ static PyObject *recorder_record(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *recorder_read(PyObject *object, PyObject *number)
+{
+    PLI_ENTER(object);
+    const unsigned long long step = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred())
+        return NULL;
+    const pli_record *record = pli_recorder_look(recorder_of(object), step);
+    return PyBytes_FromStringAndSize((const char *)record,
+                                     record != NULL ? sizeof *record : 0);
+}
+
 static PyObject *recorder_close(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
@@ -63,6 +74,9 @@ static PyObject *recorder_close(PyObject *object, PyObject *ignored)
 static PyMethodDef recorder_methods[] = {
     {"record", recorder_record, METH_VARARGS,
      "record($self, activity, step, /)\n--\n\nRecord what the process does now."},
+    {"read", recorder_read, METH_O,
+     "read($self, step, /)\n--\n\nReturn the record in which a step is or was; empty "
+     "in a forked child."},
     {"close", recorder_close, METH_NOARGS,
      "close($self, /)\n--\n\nHide the file from readers; may be called twice."},
     {NULL, NULL, 0, NULL},

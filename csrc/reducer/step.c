@@ -59,7 +59,6 @@ static pl_status make_slots(pl_step *self, const pl_step_spec *spec)
         PL_TRY(pli_layout_copy(spec->layouts[i], &self->slots[i].layout));
     PL_TRY(pli_calloc(n, 1, "gradients' flags", &self->unseen));
     PL_TRY(pli_calloc(n, 1, "gradients' flags", &self->unused));
-    PL_TRY(pli_calloc(n, sizeof *self->arrived_ns, "arrivals", &self->arrived_ns));
     PL_TRY(pli_calloc(n_most, sizeof *self->moves, "copies", &self->moves));
     PL_TRY(pli_calloc(spec->n_buffers, sizeof *self->buffers.all, "buffers",
                       &self->buffers.all));
@@ -150,7 +149,6 @@ void pl_step_destroy(pl_step *self)
     pli_free(self->slots);
     pli_free(self->unseen);
     pli_free(self->unused);
-    pli_free(self->arrived_ns);
     pli_free(self->moves);
     pli_free(self->buffers.all);
     pli_free(self);
@@ -171,7 +169,6 @@ pl_step_state pl_step_look(const pl_step *self)
         .context = self->autograd_context,
         .unseen = self->unseen,
         .unused = self->unused,
-        .arrived_ns = self->arrived_ns,
     };
 }
 
@@ -290,8 +287,6 @@ pl_status pl_step_take(pl_step *self, size_t i, pl_arrival arrival, int *is_due)
     PL_TRY(enter(self, i, PL_NO_CONTEXT, &is_in_step));
     if (!is_in_step)
         goto done;
-    if (self->settings->notes_arrivals)
-        self->arrived_ns[i] = pli_now_ns();
     if (arrival != PL_ARRIVES_ALONE)
         self->user_hooks = HOOKS_SEEN;
     self->slots[i].is_deferred = (char)(arrival == PL_ARRIVES_BEFORE_HOOKS);

@@ -154,7 +154,6 @@ typedef struct pl_step_settings {
     char is_strict;        /* as torch, raises at a second gradient in one backward */
     char follows_forwards; /* a backward without a forward of the wrapper is local */
     char ends_with_step;   /* after a step no parameter awaits a gradient */
-    char notes_arrivals;   /* for the log of steps */
     /* Of the backward under way. */
     char is_compiled; /* no call comes at its end */
     int n_ends;       /* calls at its end that are queued */
@@ -219,9 +218,8 @@ typedef struct pl_step_state {
     long context; /* of the step's gradients, or PL_NO_CONTEXT */
     /* By parameter, for the caller to read and write: whether its gradient holds values
      * that no step has averaged; whether the last outputs do not depend on it (for
-     * is_strict); and when a step last took its gradient (for notes_arrivals). */
+     * is_strict). */
     unsigned char *unseen, *unused;
-    int64_t *arrived_ns;
 } pl_step_state;
 
 pl_step_state pl_step_look(const pl_step *step);

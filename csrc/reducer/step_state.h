@@ -90,7 +90,6 @@ struct pl_step {
     step_slot *slots;
     size_t n_slots;
     unsigned char *unseen, *unused; /* by parameter: step.h */
-    int64_t *arrived_ns;
     step_buffers buffers;
     forward_counts forwards;
     int retains_grads; /* frees copied gradients at the end of the step */

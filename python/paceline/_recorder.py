@@ -206,6 +206,25 @@ class Step(NamedTuple):
         return self.forward_begin or self.backward_begin
 
 
+def _parse(record: bytes) -> Step | None:
+    """Return the finished step of a record, if it has one."""
+    sequence, *fields = _STEP.unpack_from(record)
+    if sequence == 0 or sequence % 2:
+        return None
+    rows = _BUCKET.iter_unpack(record[_STEP.size :])
+    kept = itertools.islice(rows, max(fields[10], 0))
+    whole: list[Any] = [*fields, tuple(Bucket(*row) for row in kept)]
+    return Step(*whole)
+
+
+def own_step(recorder: _native.Recorder | None, number: int) -> Step:
+    """Return a finished step of this process; with zeros if it is not recorded."""
+    record = recorder.read(number) if recorder is not None else b""
+    step = _parse(record) if record else None
+    unknown: list[Any] = [number, *[0] * 11, ()]
+    return step if step is not None and step.number == number else Step(*unknown)
+
+
 class Now(NamedTuple):
     """A process's activity, its begin, the step, and the rank it is waiting for."""
 
@@ -288,14 +307,8 @@ class Recording:
         at = self._header + index * self._record
         before = self._memory[at : at + self._kept_bytes]
         again = self._memory[at : at + self._kept_bytes]
-        sequence, *fields = _STEP.unpack_from(before)
         # Two equal reads: the writer was idle, in whatever order its stores appear.
-        if sequence == 0 or sequence % 2 or before != again:
-            return None
-        n_kept = max(fields[10], 0)
-        rows = itertools.islice(_BUCKET.iter_unpack(before[_STEP.size :]), n_kept)
-        whole: list[Any] = [*fields, tuple(Bucket(*row) for row in rows)]
-        return Step(*whole)
+        return _parse(before) if before == again else None
 
     def close(self) -> None:
         """Unmap the file."""

@@ -276,18 +276,6 @@ LONE_TEST(strict_refuses_a_gradient_of_an_unused_parameter)
     arrays_fail(self);
 }
 
-LONE_TEST(arrivals_are_noted_if_the_caller_asks)
-{
-    CHECK_OK(take(self, FIRST));
-    CHECK_OK(arrays_end_backward(self));
-    CHECK(pl_step_look(self->step).arrived_ns[FIRST] == 0);
-    self->settings.notes_arrivals = 1;
-    CHECK_OK(take(self, FIRST));
-    CHECK_OK(arrays_end_backward(self));
-    CHECK(pl_step_look(self->step).arrived_ns[FIRST] > 0);
-    CHECK(pl_step_look(self->step).arrived_ns[SECOND] == 0);
-}
-
 LONE_TEST(a_compiled_backward_is_due_with_its_last_gradient)
 {
     int is_due = 0;

@@ -609,20 +609,6 @@ static int reducer_set_unused(PyObject *object, PyObject *flags, void *closure)
     return write_flags(self, flags, pl_step_look(self->step).unused);
 }
 
-static PyObject *reducer_note_arrivals(PyObject *object, PyObject *is_on)
-{
-    PLI_ENTER(object);
-    reducer_object *self = reducer_of(object);
-    int64_t *arrivals = pl_step_look(self->step).arrived_ns;
-    PyObject *times = PyList_New((Py_ssize_t)self->n_params);
-    for (size_t i = 0; times != NULL && i < self->n_params; i++) {
-        pli_list_put(&times, (Py_ssize_t)i, PyLong_FromLongLong(arrivals[i]));
-        arrivals[i] = 0;
-    }
-    self->settings.notes_arrivals = (char)(is_on == Py_True);
-    return times;
-}
-
 static PyObject *reducer_detach(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
@@ -844,10 +830,6 @@ static PyMethodDef reducer_methods[] = {
      "arrive_in_context($self, index, task, /)\n--\n\nIn backward number "
      "task, a parameter got a gradient in a context of torch.distributed.autograd, "
      "not as its `grad`."},
-    {"note_arrivals", reducer_note_arrivals, METH_O,
-     "note_arrivals($self, is_on, /)\n--\n\nReturn when a step last took each "
-     "parameter's gradient since the call before, in nanoseconds of the monotonic "
-     "clock, or 0; note the times from now on, or stop."},
     {"check_failure", reducer_check_failure, METH_NOARGS,
      "check_failure($self, /)\n--\n\nRaise if no reducer may follow this one, whose "
      "step has failed."},

@@ -136,15 +136,4 @@ PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args
 /* gather(outputs, sizes, dim, join=None) */
 PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
-/* differing(dicts, expected, any): a list of the numbers of dicts that differ from the
- * expected dict in names, their order, or a value's identity.  If the expected value is
- * `any`, the value may be any object. */
-PyObject *pli_differing(PyObject *module, PyObject *args);
-
-/* restore(dicts, expected): makes each dict hold the expected entries and no others. */
-PyObject *pli_restore(PyObject *module, PyObject *args);
-
-/* reference_counts(objects): a tuple. */
-PyObject *pli_reference_counts(PyObject *module, PyObject *objects);
-
 #endif

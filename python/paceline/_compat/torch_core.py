@@ -102,12 +102,6 @@ def is_compiled_autograd() -> bool:
     )
 
 
-def is_autograd_compiled() -> bool:
-    """Tell whether the next backward may be compiled, with the hooks of its nodes."""
-    config = sys.modules.get("torch._dynamo.config")
-    return is_compiled_autograd() or getattr(config, "compiled_autograd", False)
-
-
 def is_in_backward() -> bool:
     """Tell whether this thread evaluates a node of an autograd graph."""
     return torch._C._current_autograd_node() is not None

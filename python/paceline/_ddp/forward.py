@@ -79,7 +79,7 @@ def _begin_training(
             session.refuse_unused()
         if session.sync:
             session.log.forward_begins(
-                session.model.trainable, reducer, session.callbacks
+                session.model.trainable, reducer, session.recorder
             )
     return reducer
 
@@ -106,8 +106,6 @@ def end(
             forward_pass.forward_ends(output, wrapper.training)
             if session.strict_check is not None and is_synchronised:
                 session.strict_check.forward_ends(output)
-        if is_synchronised:
-            session.log.forward_ends()
     # Bypass torch's setter, which takes a microsecond.
     attributes["require_forward_param_sync"] = is_synchronised
 

@@ -110,7 +110,7 @@ class Session:
         self.has_taken_optimizers = False  # of those that run in backward
         self.sync, self.in_no_sync = True, False
         self._met: Met | None = None  # for a meeting after a failed step
-        self._recorder: _native.Recorder | None = None
+        self.recorder: _native.Recorder | None = None
 
     @property
     def wrapper(self) -> Wrapper:
@@ -268,10 +268,10 @@ class Session:
         """
         if self.reducer is not None:
             self.world.record(None)
-            world.record(self._recorder)
+            world.record(self.recorder)
             return
         rank, hosts = world.rank, [job.rpartition(":")[0] for job in jobs]
-        self._recorder = _recorder.start(
+        self.recorder = _recorder.start(
             kind="rank",
             job=jobs[0],
             model=type(self.wrapper.module).__name__,
@@ -280,7 +280,7 @@ class Session:
             local_rank=hosts[:rank].count(hosts[rank]),
             device=str(self.model.parameters[0][1].device),
         )
-        world.record(self._recorder)
+        world.record(self.recorder)
 
     def follow_graph(self) -> None:
         """Set how the reducer treats graphs, by the wrapper's flags."""

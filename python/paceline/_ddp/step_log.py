@@ -1,76 +1,23 @@
 """Times and orders of sampled steps, for ``_get_ddp_logging_data()``.
 
-The first ten steps are sampled, then every hundredth, as in torch.  In a sampled step
-the reducer notes when each gradient arrives; without a reducer, hooks on the nodes that
-accumulate them do.  In other steps nothing is measured.
+The first ten steps are sampled, then every hundredth, as in torch.  Their times are
+those of the recorder; 0 if steps are not recorded.  The order of gradients is that of
+the buckets, and so that of rank 0's first step.  On a rank alone, which averages
+nothing, nothing is measured: times are 0, and every parameter counts as used.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from paceline import _native
-from paceline._compat import torch_core
-from paceline._ddp.step_callbacks import StepCallbacks
+from paceline import _native, _recorder
 
 N_FIRST = 10
 DEFAULT_RATE = 100
-
-
-@dataclass
-class Sample:
-    """One measured step; times in nanoseconds since the epoch, 0 while unknown."""
-
-    number: int  # of the forward, from 1
-    forward_start: int
-    forward_end: int = 0
-    end: int = 0  # all averages were in place
-    # (parameter, time) of each gradient
-    arrivals: list[tuple[int, int]] = field(default_factory=list)
-
-    def arrives(self, index: int, *_: Any) -> None:
-        """Note the arrival of a parameter's gradient; a hook on its node."""
-        self.arrivals.append((index, time.time_ns()))
-
-    @property
-    def order(self) -> list[int]:
-        """The parameters in the order in which their last gradients arrived."""
-        return sorted(dict(self.arrivals), key=dict(self.arrivals).__getitem__)
-
-    def times(self, buckets: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return torch's entries; communication begins with the first full bucket."""
-        came = dict(self.arrivals)  # the last time of each
-        last = max(came.values())
-        full = [
-            max((came[i] for i in each if i in came), default=last) for each in buckets
-        ]
-        communicated = min(full, default=last)
-        end = max(self.end, last)
-        return {
-            "forward_compute_time": max(self.forward_end - self.forward_start, 1),
-            "backward_compute_time": max(last - self.forward_end, 1),
-            "backward_comm_time": max(end - communicated, 1),
-            "backward_compute_comm_overlap_time": max(last - communicated, 0),
-            "forward_compute_time_start": self.forward_start,
-            "backward_compute_time_start": self.forward_end,
-            "backward_compute_time_end": last,
-            "backward_comm_time_start": communicated,
-            "backward_comm_time_end": end,
-        }
-
-
-_AVERAGED = (
-    "forward_compute_time",
-    "backward_compute_time",
-    "backward_comm_time",
-    "backward_compute_comm_overlap_time",
-)
 
 
 class StepLog:
@@ -79,126 +26,87 @@ class StepLog:
     def __init__(self) -> None:
         self.iteration = 0  # synchronised forwards so far
         self.rate = DEFAULT_RATE
-        self.is_static = True  # each step had equally many gradients of each parameter
         self.has_rebuilt = False
         self.entries: dict[str, Any] = {}  # logging data that steps produce
         self.first_buckets: list[list[int]] = []
-        self.last: Sample | None = None  # the last sample recorded
-        self._sample: Sample | None = None
-        self._buckets: list[list[int]] = []
-        self._handles: list[Any] = []  # of hooks
-        self._nodes: list[Any] = []  # with hooks, until the graph keeps those it uses
+        # Of the last step noted: how many buckets had a gradient of this rank, and when
+        # the bucket of each was full, in nanoseconds after the forward.
+        self.n_buckets_used = 0
+        self.arrivals: dict[int, int] = {}
+        self._step = 0  # the one that the last forward began, if it is sampled
+        self._is_static = True
         self._first_counts: bytes | None = None
-        self._n_recorded = 0
+        self._n_noted = 0
 
-    def compare(self, reducer: _native.Reducer | None) -> None:
-        """Record the last step's gradient counts: torch's test of a static graph."""
+    def is_static(self, reducer: _native.Reducer | None) -> bool:
+        """Tell whether every step had equally many gradients of each parameter.
+
+        This is torch's test of a static graph.  False if nothing counts gradients.
+        """
         if reducer is not None and not reducer.is_active:
-            self._compare(reducer.ready_counts)
-
-    def _compare(self, counts: bytes) -> None:
-        if self._first_counts is None and any(counts):
-            self._first_counts = counts
-        elif counts != self._first_counts and any(counts):
-            self.is_static = False
+            counts = reducer.ready_counts
+            if self._first_counts is None and any(counts):
+                self._first_counts = counts
+            self._is_static &= counts == self._first_counts or not any(counts)
+        return self._is_static and reducer is not None
 
     def note_error(self, message: str) -> None:
         """Note an error: ``has_error``, ``error`` and ``iteration`` in the data."""
         self.entries |= {"has_error": 1, "error": message, "iteration": self.iteration}
 
-    @property
-    def n_buckets_used(self) -> int:
-        """How many buckets had a gradient of this rank in the last sampled step."""
-        came = {i for i, _ in self.last.arrivals} if self.last is not None else set()
-        return sum(not came.isdisjoint(bucket) for bucket in self._buckets)
-
     def forward_begins(
         self,
         parameters: Sequence[torch.nn.Parameter],
         reducer: _native.Reducer | None,
-        callbacks: StepCallbacks,
+        recorder: _native.Recorder | None,
     ) -> None:
-        """Record the step before, and measure this one, if they are sampled."""
-        if self.is_static:
-            self._compare(reducer.ready_counts if reducer is not None else b"")
-        if self._sample is not None:
-            self._record(self._sample, parameters, reducer)
-            self._sample = None
-            callbacks.attach(reducer)
-        self.iteration = number = self.iteration + 1
-        if (
-            number <= N_FIRST or number % self.rate == 0
-        ) and not torch_core.is_autograd_compiled():
-            self._measure(parameters, reducer, callbacks)
+        """Note the step before, if it is sampled."""
+        if self._is_static:
+            self.is_static(reducer)
+        n_begun = reducer.step if reducer is not None else self._step
+        if 0 < self._step <= n_begun:
+            self._note(parameters, reducer, _recorder.own_step(recorder, self._step))
+        self.iteration += 1
+        is_sampled = self.iteration <= N_FIRST or self.iteration % self.rate == 0
+        self._step = n_begun + 1 if is_sampled else 0
 
-    def forward_ends(self) -> None:
-        """Note the time, in a measured step."""
-        if self._sample is not None:
-            self._sample.forward_end = time.time_ns()
-            self._nodes = []
-
-    def _measure(
+    def _note(
         self,
         parameters: Sequence[torch.nn.Parameter],
         reducer: _native.Reducer | None,
-        callbacks: StepCallbacks,
+        step: _recorder.Step,
     ) -> None:
-        sample = self._sample = Sample(self.iteration, time.time_ns())
-        if reducer is not None:
-            self._buckets = reducer.buckets
-            reducer.note_arrivals(True)
-            callbacks.once(reducer, partial(self._ends, sample))
+        every = range(len(parameters))
+        counts = reducer.ready_counts if reducer is not None else b"\1" * len(every)
+        buckets = reducer.buckets if reducer is not None else [every[::-1]]
+        came = {i for i, n in enumerate(counts) if n}
+        if not came:  # the last step has failed
             return
-        for i, parameter in enumerate(parameters):
-            node = torch_core.accumulation_node(parameter)
-            if node is not None:
-                self._nodes.append(node)
-                self._handles.append(node.register_hook(partial(sample.arrives, i)))
-
-    def _ends(self, sample: Sample) -> None:
-        if self._sample is sample:
-            sample.end = time.time_ns()
-
-    def _record(
-        self,
-        sample: Sample,
-        parameters: Sequence[torch.nn.Parameter],
-        reducer: _native.Reducer | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if reducer is not None:
-            ahead = time.time_ns() - time.monotonic_ns()
-            noted = enumerate(reducer.note_arrivals(False))
-            in_order = sorted((at + ahead, i) for i, at in noted if at > 0)
-            sample.arrivals = [(i, at) for at, i in in_order]
-        is_complete = reducer is None or sample.end > 0  # otherwise not synchronised
-        if not sample.arrivals or sample.forward_end == 0 or not is_complete:
-            return
-        came = {i for i, _ in sample.arrivals}
-        buckets = reducer.buckets if reducer is not None else [sample.order]
-        if reducer is None:
-            self._buckets = buckets
-            self._compare(bytes(i in came for i in range(len(parameters))))
-        self.last = sample
-        times = sample.times(self._buckets)
-        n = self._n_recorded = self._n_recorded + 1
+        times = _times(step)
+        n = self._n_noted = self._n_noted + 1
         for name in _AVERAGED:
             before = self.entries.get(f"avg_{name}", 0)
             times[f"avg_{name}"] = (before * (n - 1) + times[name]) // n
+        self.n_buckets_used = sum(not came.isdisjoint(bucket) for bucket in buckets)
+        self.arrivals = {
+            i: recorded.ready - step.forward_end
+            for recorded, bucket in zip(step.buckets, buckets, strict=False)
+            for i in bucket
+            if i in came
+        }
         sizes = [p.numel() * p.element_size() for p in parameters]
-        self.entries |= times
-        self.entries |= {
-            "iteration": sample.number,
+        self.entries |= times | {
+            "iteration": self.iteration,
             "unused_parameter_size": sum(
                 size for i, size in enumerate(sizes) if i not in came
             ),
-            "num_buckets_reduced": len(self._buckets),
-            "prev_iteration_grad_ready_order_indices": join_numbers(sample.order),
-            "has_rebuilt_buckets": int(sample.number > 1),
+            "num_buckets_reduced": len(buckets),
+            "prev_iteration_grad_ready_order_indices": join_numbers(
+                i for bucket in buckets for i in bucket if i in came
+            ),
+            "has_rebuilt_buckets": int(self.iteration > 1),
         }
-        if sample.number > 1:
+        if self.iteration > 1:
             self.entries |= {
                 "rebuilt_bucket_sizes": join_numbers(
                     sum(sizes[i] for i in bucket) for bucket in buckets
@@ -209,10 +117,37 @@ class StepLog:
             }
 
 
+_AVERAGED = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "backward_comm_time",
+    "backward_compute_comm_overlap_time",
+)
+
+
+def _times(step: _recorder.Step) -> dict[str, int]:
+    """Return torch's entries; communication begins with the first full bucket.
+
+    Times are in nanoseconds since the epoch.
+    """
+    ahead = time.time_ns() - time.monotonic_ns() if step.end else 0
+    ready = (bucket.ready for bucket in step.buckets if bucket.ready)
+    first = min(ready, default=step.backward_end)
+    known = step.forward_begin, step.forward_end, first, step.backward_end, step.end
+    begin, middle, full, last, end = (at + ahead for at in known)
+    return {
+        "forward_compute_time": middle - begin,
+        "backward_compute_time": last - middle,
+        "backward_comm_time": end - full,
+        "backward_compute_comm_overlap_time": max(last - full, 0),
+        "forward_compute_time_start": begin,
+        "backward_compute_time_start": middle,
+        "backward_compute_time_end": last,
+        "backward_comm_time_start": full,
+        "backward_comm_time_end": end,
+    }
+
+
 def join_numbers(numbers: Iterable[int]) -> str:
     """Return numbers in torch's format."""
     return ", ".join(map(str, numbers))
-
-
-# These run in backwards, which torch.compile may trace.
-torch_core.skip_frames(Sample.arrives, StepLog._ends)

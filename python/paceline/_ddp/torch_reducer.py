@@ -146,21 +146,16 @@ class ReducerFacade(_Facade):
 
     def _ddp_graph_static(self) -> bool:
         """Tell whether every step had equally many gradients of each parameter."""
-        session = self._session
-        session.log.compare(session.reducer)
-        return session.log.is_static
+        return self._session.log.is_static(self._session.reducer)
 
     def get_backward_stats(self) -> list[int]:
-        """Return when each gradient arrived in the last sampled step.
+        """Return when the bucket of each gradient was full in the last sampled step.
 
-        Nanoseconds after the forward's end; 0 if none arrived.
+        Nanoseconds after the forward's end; 0 if no gradient arrived, or if steps are
+        not recorded.
         """
-        times = [0] * len(self._session.model.trainable)
-        sample = self._session.log.last
-        if sample is not None:
-            for i, at in sample.arrivals:
-                times[i] = at - sample.forward_end
-        return times
+        arrivals = self._session.log.arrivals
+        return [arrivals.get(i, 0) for i in range(len(self._session.model.trainable))]
 
     # ---- settings -------------------------------------------------------------------
 
@@ -232,9 +227,8 @@ def _logging_data(wrapper: Any) -> dict[str, Any]:
     ``c10/util/Logging.h``.
     """
     log = wrapper._session.log
-    log.compare(wrapper._session.reducer)
     data = _of_construction(wrapper)
-    data["can_set_static_graph"] = int(log.is_static)
+    data["can_set_static_graph"] = int(log.is_static(wrapper._session.reducer))
     if wrapper.static_graph:
         data["static_graph"] = 1
     if wrapper._session.hooks.name:

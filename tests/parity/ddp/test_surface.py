@@ -14,7 +14,6 @@ from cases import (
     has_argument,
     net,
     on_gpus_too,
-    on_ranks,
     step_of,
 )
 from surface_cases import Counting, X
@@ -246,15 +245,12 @@ def test_times_of_a_step_are_in_their_order(ranks):
     assert model.reducer.get_backward_stats() == stats
 
 
-@on_ranks(group=["all ranks", "each rank alone"])
-def test_the_last_of_several_gradients_gives_a_parameter_its_place(ranks, group):
+def test_the_last_of_several_gradients_gives_a_parameter_its_place(ranks):
     class Twice(nn.Linear):
         def forward(self, x):
             forward = super().forward
             return checkpoint(forward, self.then(forward(x)), use_reentrant=True)
 
-    if group == "each rank alone":
-        ranks.group = ranks.alone()
     module = Twice(4, 4)
     module.then = nn.Linear(4, 4)
     model, x = ranks.wrap(module, static_graph=True), torch.ones(2, 4)

@@ -72,6 +72,11 @@ def test_the_last_steps_are_read_in_order(name):
     recorder.record(FORWARD, 101)  # the record of step 37 is being overwritten
     assert [step.number for step in recording.steps()] == list(range(38, 101))
     assert recording.now.activity == "forward"
+    assert _recorder.own_step(recorder, 38) == recording.steps()[0]
+    for number in (37, 101, 102):
+        assert _recorder.own_step(recorder, number).end == 0
+    with pytest.raises(OverflowError):
+        recorder.read(-1)
 
 
 def test_activities_have_the_names_of_the_core(name):
@@ -185,6 +190,22 @@ def test_a_wrapper_records_and_ends_with_its_file(name):
 
 
 @pytest.mark.usefixtures("alone")
+def test_logging_data_have_the_times_of_the_recording(name):
+    model = wrap()
+    for _ in range(2):
+        step(model)
+    (recording,) = _recorder.open_all(name)
+    first = recording.steps()[0]
+    data = model._get_ddp_logging_data()
+    assert data["forward_compute_time"] == first.forward_end - first.forward_begin
+    assert data["backward_compute_time"] == first.backward_end - first.forward_end
+    assert data["backward_comm_time"] == first.end - first.buckets[0].ready
+    since = first.buckets[0].ready - first.forward_end
+    assert model.reducer.get_backward_stats() == [since, since]
+    recording.close()
+
+
+@pytest.mark.usefixtures("alone")
 def test_each_wrapper_of_a_process_has_a_file(name):
     models = [wrap(), wrap()]
     for k in (0, 1, 1):
@@ -204,6 +225,9 @@ def test_training_goes_on_unrecorded_if_it_must(value, monkeypatch):
     step(model)
     assert model.module.weight.grad.tolist() == [[2.0, 2.0, 2.0]]
     assert summary.read() == ([], [])
+    step(model)
+    data = model._get_ddp_logging_data()
+    assert (data["iteration"], data["backward_comm_time_end"]) == (1, 0)
 
 
 @pytest.mark.parametrize(
