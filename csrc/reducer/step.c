@@ -6,7 +6,6 @@
 
 #include "backend/cuda.h"
 #include "core/alloc.h"
-#include "core/clock.h"
 #include "step_state.h"
 
 /* ---- life ----------------------------------------------------------------------- */
