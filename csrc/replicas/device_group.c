@@ -19,15 +19,16 @@ enum {
 
 /* ---- steps ---------------------------------------------------------------------- */
 
-static pl_status record(const pli_group_member *it, pl_event *event, pl_stream *stream)
+static pl_status record(const pli_group_member *member, pl_event *event,
+                        pl_stream *stream)
 {
-    return it->backend->ops->event_record(it->backend, event, stream);
+    return member->backend->ops->event_record(member->backend, event, stream);
 }
 
-static pl_status wait_for(const pli_group_member *it, pl_event *event,
+static pl_status wait_for(const pli_group_member *member, pl_event *event,
                           pl_stream *stream)
 {
-    return it->backend->ops->event_wait(it->backend, event, stream);
+    return member->backend->ops->event_wait(member->backend, event, stream);
 }
 
 /* Makes `then` wait for all work that `first` holds. */
@@ -44,9 +45,9 @@ done:
 }
 
 /* Memory of a member; a source of a copy is only read, so the cast is safe. */
-static pli_cuda_place in(const pli_group_member *it, const void *memory)
+static pli_cuda_place in(const pli_group_member *member, const void *memory)
 {
-    return (pli_cuda_place){it->backend, (void *)memory};
+    return (pli_cuda_place){member->backend, (void *)memory};
 }
 
 /* Copies on a stream of `by`. */
@@ -68,13 +69,13 @@ static size_t least(size_t a, size_t b)
 static pl_status end_call_on(pli_device_group *self, pl_status st, int member,
                              pl_stream *stream)
 {
-    const pli_group_member *const own = &self->members[member];
+    const pli_group_member *own = &self->members[member];
     char message[512];
     if (st != PL_OK) {
         pli_text_print(message, sizeof message, "%s", pl_error_message());
         for (int k = 0; k < self->n_members; k++) {
-            const pli_group_member *const it = &self->members[k];
-            (void)!it->backend->ops->synchronize(it->backend, it->side);
+            const pli_group_member *each = &self->members[k];
+            (void)!each->backend->ops->synchronize(each->backend, each->side);
         }
         (void)!own->backend->ops->synchronize(own->backend, stream);
         (void)pli_fail(st, "%s", message);
@@ -95,13 +96,13 @@ pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *stream
                                 size_t n_moves)
 {
     pl_status st = PL_OK;
-    const pli_group_member *const from = &self->members[source];
-    const pli_group_member *const to = &self->members[target];
+    const pli_group_member *from = &self->members[source];
+    const pli_group_member *to = &self->members[target];
     const int k = target != 0 ? target : source; /* the member whose stream copies */
     const int j = source + target - k;
-    const pli_group_member *const by = &self->members[k];
-    const pli_group_member *const other = &self->members[j];
-    pl_stream *const stream = streams[k];
+    const pli_group_member *by = &self->members[k];
+    const pli_group_member *other = &self->members[j];
+    pl_stream *stream = streams[k];
     (void)pthread_mutex_lock(&self->lock);
     PL_TRY(order(other, streams[j], by, stream));
     if (from->backend == to->backend)
@@ -123,7 +124,7 @@ static pl_status pack(pli_device_group *self, const pli_segment *segment, pli_ri
 {
     pl_status st = PL_OK;
     enum { AT_ONCE = 64 };
-    const pli_group_member *const first = &self->members[0];
+    const pli_group_member *first = &self->members[0];
     pl_move moves[AT_ONCE];
     if (segment->n_bytes > ring.slot_bytes)
         PL_FAIL(PL_EINVAL, "a segment of %zu bytes does not fit into a slot of %zu",
@@ -161,31 +162,31 @@ typedef struct load {
     size_t offset, n_bytes;
 } load;
 
-static pl_status send_load(pli_device_group *self, const load *it)
+static pl_status send_load(pli_device_group *self, const load *part)
 {
     pl_status st = PL_OK;
-    pli_group_member *const first = &self->members[0];
+    pli_group_member *first = &self->members[0];
     pli_group_member *from = first;
-    const char *memory = it->memory;
-    const int slot = it->slot;
+    const char *memory = part->memory;
+    const int slot = part->slot;
     if (slot >= 0)
         PL_TRY(record(first, first->mark, first->side));
     for (int k = 1; k < self->n_members; k++) {
-        pli_group_member *const to = &self->members[k];
-        if (it->segment->targets[k] == NULL)
+        pli_group_member *to = &self->members[k];
+        if (part->segment->targets[k] == NULL)
             continue;
-        char *const target = (char *)it->segment->targets[k] + it->offset;
+        char *target = (char *)part->segment->targets[k] + part->offset;
         if (from != first)
             PL_TRY(record(from, from->mark, from->side));
         if (from != first || slot >= 0)
             PL_TRY(wait_for(to, from->mark, to->side));
-        PL_TRY(copy_on(to, to->side, in(to, target), in(from, memory), it->n_bytes));
+        PL_TRY(copy_on(to, to->side, in(to, target), in(from, memory), part->n_bytes));
         if (from == first && slot >= 0) {
             PL_TRY(record(to, to->has_read[slot], to->side));
             self->slot_readers[slot] |= UINT64_C(1) << k;
         }
         from->readers |= UINT64_C(1) << k;
-        if (it->is_passed) {
+        if (part->is_passed) {
             from = to;
             memory = target;
         }
@@ -201,20 +202,20 @@ static pl_status send(pli_device_group *self, const pli_segment *segment, pli_ri
     pl_status st = PL_OK;
     const int is_packed = !is_one_block(segment);
     const unsigned slot = self->n_sent % PLI_RING_SLOTS;
-    char *const packed = (char *)ring.memory + slot * ring.slot_bytes;
-    const char *const block = is_packed ? packed : segment->moves->from;
-    load it = {.segment = segment,
-               .slot = is_packed ? (int)slot : -1,
-               .is_passed = segment->n_bytes >= self->passed_bytes};
+    char *packed = (char *)ring.memory + slot * ring.slot_bytes;
+    const char *block = is_packed ? packed : segment->moves->from;
+    load part = {.segment = segment,
+                 .slot = is_packed ? (int)slot : -1,
+                 .is_passed = segment->n_bytes >= self->passed_bytes};
     const size_t n_most =
-        it.is_passed && ring.slot_bytes > 0 ? ring.slot_bytes : segment->n_bytes;
+        part.is_passed && ring.slot_bytes > 0 ? ring.slot_bytes : segment->n_bytes;
     if (is_packed)
         PL_TRY(pack(self, segment, ring, slot, packed));
-    for (size_t at = 0; at < segment->n_bytes; at += it.n_bytes) {
-        it.memory = block + at;
-        it.offset = at;
-        it.n_bytes = least(segment->n_bytes - at, n_most);
-        PL_TRY(send_load(self, &it));
+    for (size_t at = 0; at < segment->n_bytes; at += part.n_bytes) {
+        part.memory = block + at;
+        part.offset = at;
+        part.n_bytes = least(segment->n_bytes - at, n_most);
+        PL_TRY(send_load(self, &part));
     }
     self->n_sent += (unsigned)is_packed;
 done:
@@ -227,19 +228,19 @@ done:
 static pl_status end_broadcast(pli_device_group *self, pl_stream *const *streams)
 {
     pl_status st = PL_OK;
-    const pli_group_member *const first = &self->members[0];
+    const pli_group_member *first = &self->members[0];
     PL_TRY(order(first, first->side, first, streams[0]));
     for (int k = 1; k < self->n_members; k++) {
-        const pli_group_member *const it = &self->members[k];
-        PL_TRY(record(it, it->mark, it->side));
-        PL_TRY(wait_for(first, it->mark, streams[0]));
+        const pli_group_member *member = &self->members[k];
+        PL_TRY(record(member, member->mark, member->side));
+        PL_TRY(wait_for(first, member->mark, streams[0]));
     }
     for (int k = 1; k < self->n_members; k++) {
-        const pli_group_member *const it = &self->members[k];
+        const pli_group_member *member = &self->members[k];
         for (int j = k + 1; j < self->n_members; j++)
-            if (it->readers >> j & 1)
-                PL_TRY(wait_for(it, self->members[j].mark, it->side));
-        PL_TRY(order(it, it->side, it, streams[k]));
+            if (member->readers >> j & 1)
+                PL_TRY(wait_for(member, self->members[j].mark, member->side));
+        PL_TRY(order(member, member->side, member, streams[k]));
     }
 done:
     return st;
@@ -250,14 +251,14 @@ static pl_status send_all(pli_device_group *self, pl_stream *const *streams,
                           const pli_segment *segments, size_t n_segments, pli_ring ring)
 {
     pl_status st = PL_OK;
-    const pli_group_member *const first = &self->members[0];
+    const pli_group_member *first = &self->members[0];
     PL_TRY(record(first, first->mark, streams[0]));
     PL_TRY(wait_for(first, first->mark, first->side));
     for (int k = 1; k < self->n_members; k++) {
-        pli_group_member *const it = &self->members[k];
-        PL_TRY(wait_for(it, first->mark, it->side));
-        PL_TRY(order(it, streams[k], it, it->side));
-        it->readers = 0;
+        pli_group_member *member = &self->members[k];
+        PL_TRY(wait_for(member, first->mark, member->side));
+        PL_TRY(order(member, streams[k], member, member->side));
+        member->readers = 0;
     }
     for (size_t i = 0; i < n_segments; i++)
         PL_TRY(send(self, &segments[i], ring));
@@ -296,12 +297,12 @@ static size_t next_pieces(cursor *at, pli_piece *out)
 {
     size_t n = 0;
     for (; at->segment < at->of->n_segments; at->segment++, at->move = 0) {
-        const pli_segment *const it = &at->of->segments[at->segment];
-        char *const block = it->targets[at->member];
+        const pli_segment *segment = &at->of->segments[at->segment];
+        char *block = segment->targets[at->member];
         if (block == NULL && at->member != 0)
             continue;
-        for (; at->move < it->n_moves; at->move++) {
-            const pl_move *const move = &it->moves[at->move];
+        for (; at->move < segment->n_moves; at->move++) {
+            const pl_move *move = &segment->moves[at->move];
             const size_t offset = (uintptr_t)move->to;
             if (n == PIECES_AT_ONCE)
                 return n;
@@ -317,14 +318,14 @@ static size_t next_pieces(cursor *at, pli_piece *out)
 }
 
 /* Computes a member's own checksums, at the start of its memory for sums. */
-static pl_status sum_up(pli_device_group *self, const refresh *it, int k)
+static pl_status sum_up(pli_device_group *self, const refresh *all, int k)
 {
     pl_status st = PL_OK;
     pli_piece pieces[PIECES_AT_ONCE];
-    const pli_group_member *const member = &self->members[k];
-    uint64_t *const sums = it->sums[k].memory;
-    const pl_move zeros = {sums, NULL, PL_I64, it->n_segments};
-    cursor at = {it, k, 0, 0};
+    const pli_group_member *member = &self->members[k];
+    uint64_t *sums = all->sums[k].memory;
+    const pl_move zeros = {sums, NULL, PL_I64, all->n_segments};
+    cursor at = {all, k, 0, 0};
     PL_TRY(member->backend->ops->copy(member->backend, &zeros, 1, member->side));
     for (size_t n; (n = next_pieces(&at, pieces)) > 0;) {
         for (size_t i = 0; k != 0 && i < n; i++)
@@ -335,68 +336,68 @@ done:
     return st;
 }
 
-static pl_status take(pli_device_group *self, const refresh *it, int k)
+static pl_status take(pli_device_group *self, const refresh *all, int k)
 {
     pl_status st = PL_OK;
     pli_piece pieces[PIECES_AT_ONCE];
-    const pli_group_member *const member = &self->members[k];
-    const uint64_t *const sums = it->sums[k].memory;
-    cursor at = {it, k, 0, 0};
+    const pli_group_member *member = &self->members[k];
+    const uint64_t *sums = all->sums[k].memory;
+    cursor at = {all, k, 0, 0};
     for (size_t n; (n = next_pieces(&at, pieces)) > 0;)
-        PL_TRY(pli_cuda_refresh(member->backend, pieces, n, sums, sums + it->n_segments,
-                                member->side));
+        PL_TRY(pli_cuda_refresh(member->backend, pieces, n, sums,
+                                sums + all->n_segments, member->side));
 done:
     return st;
 }
 
 /* *out: whether all members can compare. */
-static pl_status can_compare(const pli_device_group *self, const refresh *it, int *out)
+static pl_status can_compare(const pli_device_group *self, const refresh *all, int *out)
 {
     pl_status st = PL_OK;
     int is_elsewhere = 0;
-    *out = it->sums != NULL;
+    *out = all->sums != NULL;
     for (int k = 1; k < self->n_members; k++) {
         is_elsewhere |= self->members[k].backend != self->members[0].backend;
         *out &= self->members[k].reads_first;
     }
-    for (size_t i = 0; i < it->n_segments && *out && is_elsewhere; i++)
-        PL_TRY(pli_cuda_are_shared(self->members[0].backend, it->segments[i].moves,
-                                   it->segments[i].n_moves, out));
+    for (size_t i = 0; i < all->n_segments && *out && is_elsewhere; i++)
+        PL_TRY(pli_cuda_are_shared(self->members[0].backend, all->segments[i].moves,
+                                   all->segments[i].n_moves, out));
 done:
     return st;
 }
 
 static pl_status begin_refresh(pli_device_group *self, pl_stream *const *streams,
-                               const refresh *it)
+                               const refresh *all)
 {
     pl_status st = PL_OK;
-    const pli_group_member *const first = &self->members[0];
+    const pli_group_member *first = &self->members[0];
     for (int k = 0; k < self->n_members; k++) {
-        const size_t n_bytes = it->n_segments * sizeof(uint64_t) * (k == 0 ? 1 : 2);
-        if (it->sums[k].n_bytes < n_bytes)
+        const size_t n_bytes = all->n_segments * sizeof(uint64_t) * (k == 0 ? 1 : 2);
+        if (all->sums[k].n_bytes < n_bytes)
             PL_FAIL(PL_EINVAL, "%zu bytes of member %d have no room for %zu checksums",
-                    it->sums[k].n_bytes, k, it->n_segments);
+                    all->sums[k].n_bytes, k, all->n_segments);
         PL_TRY(order(&self->members[k], streams[k], &self->members[k],
                      self->members[k].side));
     }
-    PL_TRY(sum_up(self, it, 0));
+    PL_TRY(sum_up(self, all, 0));
     PL_TRY(record(first, first->mark, first->side));
 done:
     return st;
 }
 
 static pl_status refresh_member(pli_device_group *self, pl_stream *const *streams,
-                                const refresh *it, int k)
+                                const refresh *all, int k)
 {
     pl_status st = PL_OK;
-    const pli_group_member *const first = &self->members[0];
-    const pli_group_member *const member = &self->members[k];
-    uint64_t *const wanted = (uint64_t *)it->sums[k].memory + it->n_segments;
-    PL_TRY(sum_up(self, it, k));
+    const pli_group_member *first = &self->members[0];
+    const pli_group_member *member = &self->members[k];
+    uint64_t *wanted = (uint64_t *)all->sums[k].memory + all->n_segments;
+    PL_TRY(sum_up(self, all, k));
     PL_TRY(wait_for(member, first->mark, member->side));
     PL_TRY(copy_on(member, member->side, in(member, wanted),
-                   in(first, it->sums[0].memory), it->n_segments * sizeof *wanted));
-    PL_TRY(take(self, it, k));
+                   in(first, all->sums[0].memory), all->n_segments * sizeof *wanted));
+    PL_TRY(take(self, all, k));
     PL_TRY(order(member, member->side, member, streams[k]));
     PL_TRY(wait_for(first, member->mark, streams[0]));
 done:
@@ -408,17 +409,17 @@ pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *s
                                      pli_ring ring, const pli_room *sums)
 {
     pl_status st = PL_OK;
-    const refresh it = {segments, n_segments, sums};
+    const refresh all = {segments, n_segments, sums};
     int can = 0;
     (void)pthread_mutex_lock(&self->lock);
-    PL_TRY(can_compare(self, &it, &can));
+    PL_TRY(can_compare(self, &all, &can));
     if (!can) {
         PL_TRY(send_all(self, streams, segments, n_segments, ring));
         goto done;
     }
-    PL_TRY(begin_refresh(self, streams, &it));
+    PL_TRY(begin_refresh(self, streams, &all));
     for (int k = 1; k < self->n_members; k++)
-        PL_TRY(refresh_member(self, streams, &it, k));
+        PL_TRY(refresh_member(self, streams, &all, k));
 done:
     return end_call(self, st);
 }
@@ -428,7 +429,7 @@ done:
 pl_status pli_device_group_fence(pli_device_group *self, pl_stream *const *streams)
 {
     pl_status st = PL_OK;
-    const pli_group_member *const first = &self->members[0];
+    const pli_group_member *first = &self->members[0];
     (void)pthread_mutex_lock(&self->lock);
     PL_TRY(record(first, first->mark, streams[0]));
     for (int k = 1; k < self->n_members; k++)
@@ -442,10 +443,10 @@ pl_status pli_device_group_settle(pli_device_group *self, pl_stream *const *stre
     pl_status st = PL_OK;
     (void)pthread_mutex_lock(&self->lock);
     for (int k = 1; k < self->n_members; k++) {
-        const pli_group_member *const it = &self->members[k];
-        PL_TRY(record(it, it->mark, it->side));
+        const pli_group_member *member = &self->members[k];
+        PL_TRY(record(member, member->mark, member->side));
         for (int j = 0; j < self->n_members; j++)
-            PL_TRY(wait_for(&self->members[j], it->mark, streams[j]));
+            PL_TRY(wait_for(&self->members[j], member->mark, streams[j]));
     }
 done:
     return end_call(self, st);
@@ -487,63 +488,68 @@ typedef struct addition {
     size_t row_bytes; /* of each row that fit into all rooms */
 } addition;
 
-static const pli_group_member *member_of_row(const addition *it, int row)
+static const pli_group_member *member_of_row(const addition *adding, int row)
 {
-    return &it->of->group->members[it->rows[row]];
+    return &adding->of->group->members[adding->rows[row]];
 }
 
-static int adder_of_shard(const addition *it, int shard)
+static int adder_of_shard(const addition *adding, int shard)
 {
-    return (it->first + shard) % it->n_rows;
+    return (adding->first + shard) % adding->n_rows;
 }
 
 /* How many members add up rows of n_bytes; one, if there is one row. */
-static int count_shards(const addition *it, size_t n_bytes)
+static int count_shards(const addition *adding, size_t n_bytes)
 {
-    const size_t n = least(n_bytes / it->of->group->shard_bytes, (size_t)it->n_rows);
+    const size_t n =
+        least(n_bytes / adding->of->group->shard_bytes, (size_t)adding->n_rows);
     return n > 0 ? (int)n : 1;
 }
 
-static pl_status add_shard(const addition *it, int shard, size_t offset, size_t n_bytes)
+static pl_status add_shard(const addition *adding, int shard, size_t offset,
+                           size_t n_bytes)
 {
     pl_status st = PL_OK;
-    const int adder = adder_of_shard(it, shard);
-    const pli_group_member *const first = &it->of->group->members[0];
-    const pli_group_member *const own = member_of_row(it, adder);
-    char *const memory = it->rooms[it->rows[adder]].memory;
+    const int adder = adder_of_shard(adding, shard);
+    const pli_group_member *first = &adding->of->group->members[0];
+    const pli_group_member *own = member_of_row(adding, adder);
+    char *memory = adding->rooms[adding->rows[adder]].memory;
     const size_t stride = (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
     const pl_rank_ranges ranges = {.to = memory,
                                    .from = memory,
                                    .stride_bytes = stride,
-                                   .n_ranks = it->n_rows,
-                                   .dtype = it->to->dtype,
+                                   .n_ranks = adding->n_rows,
+                                   .dtype = adding->to->dtype,
                                    .reduction = PL_SUM,
-                                   .n_elems = n_bytes / pl_dtype_bytes(it->to->dtype)};
-    for (int turn = 0; turn < it->n_rows; turn++) {
-        const int row = (adder + turn) % it->n_rows;
-        PL_TRY(copy_on(own, own->side, in(own, memory + (size_t)row * stride),
-                       in(member_of_row(it, row),
-                          (const char *)it->of->members[it->rows[row]].row + offset),
-                       n_bytes));
+                                   .n_elems =
+                                       n_bytes / pl_dtype_bytes(adding->to->dtype)};
+    for (int turn = 0; turn < adding->n_rows; turn++) {
+        const int row = (adder + turn) % adding->n_rows;
+        PL_TRY(copy_on(
+            own, own->side, in(own, memory + (size_t)row * stride),
+            in(member_of_row(adding, row),
+               (const char *)adding->of->members[adding->rows[row]].row + offset),
+            n_bytes));
     }
     PL_TRY(own->backend->ops->sum(own->backend, &ranges, own->side));
-    PL_TRY(copy_on(own, own->side, in(first, (char *)it->to->to + offset),
+    PL_TRY(copy_on(own, own->side, in(first, (char *)adding->to->to + offset),
                    in(own, memory), n_bytes));
 done:
     return st;
 }
 
 /* Adds the rows piece by piece, each as large as the rooms allow. */
-static pl_status add_rows(const addition *it)
+static pl_status add_rows(const addition *adding)
 {
     pl_status st = PL_OK;
-    for (size_t at = 0; at < it->n_bytes;) {
-        const size_t n_shards = (size_t)count_shards(it, it->n_bytes - at);
-        const size_t n_bytes = least(it->n_bytes - at, n_shards * it->row_bytes);
+    for (size_t at = 0; at < adding->n_bytes;) {
+        const size_t n_shards = (size_t)count_shards(adding, adding->n_bytes - at);
+        const size_t n_bytes =
+            least(adding->n_bytes - at, n_shards * adding->row_bytes);
         const size_t shard =
             ((n_bytes - 1) / n_shards / PL_CACHE_LINE + 1) * PL_CACHE_LINE;
         for (size_t i = 0; i * shard < n_bytes; i++)
-            PL_TRY(add_shard(it, (int)i, at + i * shard,
+            PL_TRY(add_shard(adding, (int)i, at + i * shard,
                              least(shard, n_bytes - i * shard)));
         at += n_bytes;
     }
@@ -551,49 +557,49 @@ done:
     return st;
 }
 
-static pl_status copy_row(const addition *it)
+static pl_status copy_row(const addition *adding)
 {
-    const pli_group_member *const own = member_of_row(it, 0);
-    return copy_on(own, own->side, in(&it->of->group->members[0], it->to->to),
-                   in(own, it->of->members[it->rows[0]].row), it->n_bytes);
+    const pli_group_member *own = member_of_row(adding, 0);
+    return copy_on(own, own->side, in(&adding->of->group->members[0], adding->to->to),
+                   in(own, adding->of->members[adding->rows[0]].row), adding->n_bytes);
 }
 
-/* Sets it->row_bytes, or fails if one of the first n adders has no room. */
-static pl_status measure_rooms(addition *it, int n)
+/* Sets adding->row_bytes, or fails if one of the first n adders has no room. */
+static pl_status measure_rooms(addition *adding, int n)
 {
     pl_status st = PL_OK;
-    it->row_bytes = SIZE_MAX / PLI_MOST_MEMBERS / PL_CACHE_LINE * PL_CACHE_LINE;
+    adding->row_bytes = SIZE_MAX / PLI_MOST_MEMBERS / PL_CACHE_LINE * PL_CACHE_LINE;
     for (int i = 0; i < n; i++) {
-        const int member = it->rows[adder_of_shard(it, i)];
-        const pli_room *const room = &it->rooms[member];
+        const int member = adding->rows[adder_of_shard(adding, i)];
+        const pli_room *room = &adding->rooms[member];
         const size_t row_bytes =
-            room->n_bytes / (size_t)it->n_rows / PL_CACHE_LINE * PL_CACHE_LINE;
+            room->n_bytes / (size_t)adding->n_rows / PL_CACHE_LINE * PL_CACHE_LINE;
         if (room->memory == NULL || row_bytes == 0)
             PL_FAIL(PL_EINVAL, "%zu bytes of member %d have no room for %d rows",
-                    room->memory == NULL ? 0 : room->n_bytes, member, it->n_rows);
-        it->row_bytes = least(it->row_bytes, row_bytes);
+                    room->memory == NULL ? 0 : room->n_bytes, member, adding->n_rows);
+        adding->row_bytes = least(adding->row_bytes, row_bytes);
     }
 done:
     return st;
 }
 
-static pl_status begin_locked(pli_gradient_sum *self, addition *it)
+static pl_status begin_locked(pli_gradient_sum *self, addition *adding)
 {
     pl_status st = PL_OK;
-    const int is_copy = it->n_rows == 1;
-    const int n_adders = count_shards(it, it->n_bytes);
-    it->first = (int)(self->group->n_sums++ % (unsigned)it->n_rows);
+    const int is_copy = adding->n_rows == 1;
+    const int n_adders = count_shards(adding, adding->n_bytes);
+    adding->first = (int)(self->group->n_sums++ % (unsigned)adding->n_rows);
     if (!is_copy)
-        PL_TRY(measure_rooms(it, n_adders));
+        PL_TRY(measure_rooms(adding, n_adders));
     for (int i = 0; i < n_adders; i++) {
-        const pli_group_member *const own = member_of_row(it, adder_of_shard(it, i));
-        for (int row = 0; row < it->n_rows; row++)
-            PL_TRY(wait_for(own, self->members[it->rows[row]].packed, own->side));
+        const pli_group_member *own = member_of_row(adding, adder_of_shard(adding, i));
+        for (int row = 0; row < adding->n_rows; row++)
+            PL_TRY(wait_for(own, self->members[adding->rows[row]].packed, own->side));
     }
-    PL_TRY(is_copy ? copy_row(it) : add_rows(it));
+    PL_TRY(is_copy ? copy_row(adding) : add_rows(adding));
     for (int i = 0; i < n_adders; i++) {
-        const int member = it->rows[adder_of_shard(it, i)];
-        const pli_group_member *const own = &self->group->members[member];
+        const int member = adding->rows[adder_of_shard(adding, i)];
+        const pli_group_member *own = &self->group->members[member];
         PL_TRY(record(own, self->members[member].added, own->side));
         self->adders |= UINT64_C(1) << member;
     }
@@ -605,19 +611,19 @@ pl_status pli_gradient_sum_begin(pli_gradient_sum *self, const pl_move *to,
                                  const pli_room *rooms)
 {
     pl_status st = PL_OK;
-    addition it = {.of = self,
-                   .to = to,
-                   .n_bytes = to->n_elems * pl_dtype_bytes(to->dtype),
-                   .rooms = rooms};
+    addition adding = {.of = self,
+                       .to = to,
+                       .n_bytes = to->n_elems * pl_dtype_bytes(to->dtype),
+                       .rooms = rooms};
     for (int k = 1; k < self->group->n_members; k++)
         if (self->members[k].row != NULL)
-            it.rows[it.n_rows++] = k;
-    if (it.n_rows == 0)
+            adding.rows[adding.n_rows++] = k;
+    if (adding.n_rows == 0)
         PL_FAIL(PL_EINVAL, "a sum of gradients that no member has packed");
     (void)pthread_mutex_lock(&self->group->lock);
-    st = end_call(self->group, begin_locked(self, &it));
-    for (int i = 0; i < it.n_rows; i++)
-        self->members[it.rows[i]].row = NULL;
+    st = end_call(self->group, begin_locked(self, &adding));
+    for (int i = 0; i < adding.n_rows; i++)
+        self->members[adding.rows[i]].row = NULL;
 done:
     return st;
 }
@@ -625,7 +631,7 @@ done:
 pl_status pli_gradient_sum_end(pli_gradient_sum *sum, pl_stream *stream)
 {
     pl_status st = PL_OK;
-    pli_device_group *const self = sum->group;
+    pli_device_group *self = sum->group;
     (void)pthread_mutex_lock(&self->lock);
     for (int k = 1; k < self->n_members; k++)
         if (sum->adders >> k & 1)
@@ -639,8 +645,8 @@ pl_status pli_gradient_sum_pack(pli_gradient_sum *sum, int member, pl_stream *st
                                 const pl_move *moves, size_t n_moves, const void *row)
 {
     pl_status st = PL_OK;
-    const pli_device_group *const self = sum->group;
-    const pli_group_member *const own = &self->members[member];
+    const pli_device_group *self = sum->group;
+    const pli_group_member *own = &self->members[member];
     PL_TRY(own->backend->ops->copy(own->backend, moves, n_moves, stream));
     PL_TRY(record(own, sum->members[member].packed, stream));
     sum->members[member].row = row;
@@ -665,16 +671,16 @@ pl_status pli_device_group_create(pl_backend *const *members, int n_members,
     self->passed_bytes = PASSED_BYTES;
     self->shard_bytes = SHARD_BYTES;
     for (int k = 0; k < n_members; k++) {
-        pli_group_member *const it = &self->members[k];
-        pl_backend *const backend = members[k];
+        pli_group_member *member = &self->members[k];
+        pl_backend *backend = members[k];
         pli_cuda_backend_retain(backend);
-        it->backend = backend;
-        it->side = pli_cuda_side_stream(backend);
-        PL_TRY(backend->ops->event_create(backend, &it->mark));
+        member->backend = backend;
+        member->side = pli_cuda_side_stream(backend);
+        PL_TRY(backend->ops->event_create(backend, &member->mark));
         for (int i = 0; i < PLI_RING_SLOTS; i++)
-            PL_TRY(backend->ops->event_create(backend, &it->has_read[i]));
+            PL_TRY(backend->ops->event_create(backend, &member->has_read[i]));
         for (int j = k - 1; j >= 0; j--)
-            PL_TRY(pli_cuda_join_peers(members[j], backend, &it->reads_first));
+            PL_TRY(pli_cuda_join_peers(members[j], backend, &member->reads_first));
     }
     *out = self;
     self = NULL;
@@ -693,13 +699,13 @@ void pli_device_group_destroy(pli_device_group *self)
     if (self == NULL)
         return;
     for (int k = 0; k < self->n_members; k++) {
-        const pli_group_member *const it = &self->members[k];
-        if (it->backend == NULL)
+        const pli_group_member *member = &self->members[k];
+        if (member->backend == NULL)
             continue;
-        it->backend->ops->event_destroy(it->backend, it->mark);
+        member->backend->ops->event_destroy(member->backend, member->mark);
         for (int i = 0; i < PLI_RING_SLOTS; i++)
-            it->backend->ops->event_destroy(it->backend, it->has_read[i]);
-        pli_backend_destroy(it->backend);
+            member->backend->ops->event_destroy(member->backend, member->has_read[i]);
+        pli_backend_destroy(member->backend);
     }
     (void)pthread_mutex_destroy(&self->lock);
     pli_free(self);
@@ -713,7 +719,7 @@ pl_status pli_gradient_sum_create(pli_device_group *group, pli_gradient_sum **ou
                       "a sum of gradients", &self));
     self->group = group;
     for (int k = 1; k < group->n_members; k++) {
-        pl_backend *const backend = group->members[k].backend;
+        pl_backend *backend = group->members[k].backend;
         PL_TRY(backend->ops->event_create(backend, &self->members[k].packed));
         PL_TRY(backend->ops->event_create(backend, &self->members[k].added));
     }
@@ -729,7 +735,7 @@ void pli_gradient_sum_destroy(pli_gradient_sum *self)
     if (self == NULL)
         return;
     for (int k = 1; k < self->group->n_members; k++) {
-        pl_backend *const backend = self->group->members[k].backend;
+        pl_backend *backend = self->group->members[k].backend;
         backend->ops->event_destroy(backend, self->members[k].packed);
         backend->ops->event_destroy(backend, self->members[k].added);
     }
