@@ -40,6 +40,7 @@ typedef struct world {
     int pids[MOST_HOSTS][PL_MAX_RANKS];
     char addresses[MOST_HOSTS][PLI_ADDRESS_BYTES];
     atomic_int is_started;
+    atomic_int n_listening; /* hosts whose rank 0 can be found */
     double seconds;
     atomic_long cpu_us;
     atomic_long n_sleeps;
@@ -120,9 +121,9 @@ static void join_hosts(const world *it, int host, int rank, const int *fds,
     must(pli_hierarchy_create(&options, comm));
 }
 
-static void run_rank(world *it, int host, int rank, const pli_listener *listener,
-                     const int *fds)
+static void run_rank(world *it, int host, int rank, const int *fds)
 {
+    pli_listener *listener = NULL;
     pl_comm *comm = NULL;
     pl_backend *backend = NULL;
     pl_reducer *reducer = NULL;
@@ -139,7 +140,11 @@ static void run_rank(world *it, int host, int rank, const pli_listener *listener
                                      .deadline_ns = 60000 * PLI_MS,
                                      .pids = it->pids[host],
                                      .prove = secret_prove};
-    while (!atomic_load(&it->is_started))
+    if (rank == 0) { /* the listener is of the process that rank 0 is */
+        must(pli_listener_create(it->addresses[host], &listener));
+        atomic_fetch_add(&it->n_listening, 1);
+    }
+    while (!atomic_load(&it->is_started) || atomic_load(&it->n_listening) < it->n_hosts)
         pli_sleep_ns(PLI_MS);
     must(pli_shm_create(&options, listener, it->addresses[host], &comm));
     if (it->n_hosts > 1)
@@ -150,6 +155,7 @@ static void run_rank(world *it, int host, int rank, const pli_listener *listener
     pl_reducer_destroy(reducer);
     pli_backend_destroy(backend);
     pl_comm_destroy(comm);
+    pli_listener_destroy(listener);
     exit(0);
 }
 
@@ -170,17 +176,14 @@ static void connect_hosts(const world *it, sockets fds)
 
 static void start_host(world *it, int host, sockets fds)
 {
-    pli_listener *listener = NULL;
-    must(pli_listener_create(it->addresses[host], &listener));
     for (int r = 0; r < it->n_ranks; r++) {
         const pid_t pid = fork();
         if (pid < 0)
             exit(1);
         if (pid == 0)
-            run_rank(it, host, r, r == 0 ? listener : NULL, fds[host]);
+            run_rank(it, host, r, fds[host]);
         it->pids[host][r] = pid;
     }
-    pli_listener_destroy(listener);
 }
 
 static void run_world(int n_hosts, int n_ranks, size_t n_elems)
