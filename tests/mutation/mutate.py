@@ -40,6 +40,7 @@ TREE = BUILD / "tree"
 SITE = TREE / "build/site"
 RESULTS, TABLE = BUILD / "results.json", BUILD / "table.md"
 FLAGS = f"-O1 -w -include {HERE}/switch.h"
+SANITIZERS = "-g -fsanitize=address,undefined -fno-sanitize-recover=all"
 EQUIVALENT = equivalents()
 SLOWEST = 20  # seconds that a test may take longer than without a mutant
 
@@ -83,7 +84,7 @@ def must(command: list[str], **env: str) -> None:
         raise BuildError((done.stderr or done.stdout)[-3000:])
 
 
-def build(mutants: list[Mutant], programs: list[str]) -> None:
+def build(mutants: list[Mutant], programs: list[str], flags: str) -> None:
     """Build everything once, with all mutants, in a copy of the tree."""
     numbered: dict[str, list[tuple[int, Mutant]]] = {}
     for number, mutant in enumerate(mutants, 1):
@@ -96,7 +97,8 @@ def build(mutants: list[Mutant], programs: list[str]) -> None:
         check=True,
     )
     wanted = {path for path in listed.stdout.splitlines() if (ROOT / path).exists()}
-    for old in (TREE / "tests").rglob("test_*.py"):
+    olds = [*(TREE / "csrc").rglob("*.[ch]"), *(TREE / "tests").rglob("test_*.py")]
+    for old in olds:
         if old.relative_to(TREE).as_posix() not in wanted:
             old.unlink()
     for path in wanted:
@@ -110,7 +112,7 @@ def build(mutants: list[Mutant], programs: list[str]) -> None:
             shutil.copymode(ROOT / path, copy)
     targets = [f"build/c/plain/{Path(program).stem}" for program in programs]
     targets.append("build/c/plain/libplfake.so")
-    must(["make", "BUILD=build", "-j2", f"FLAGS_plain={FLAGS}", *targets])
+    must(["make", "BUILD=build", "-j2", f"FLAGS_plain={flags}", *targets])
     command = [sys.executable, "setup.py", "-q", "build", "--build-temp", "build/ext"]
     env = {"PACELINE_CFLAGS": FLAGS, "PACELINE_NVCC": "0"}
     must([*command, "--build-lib", str(SITE)], **env)
@@ -319,6 +321,7 @@ def main() -> int:
     add("--quick", action="store_true", help="only some quick parity tests")
     add("--go-on", action="store_true", help="skip mutants that were tried before")
     add("--seconds", type=float, default=1e9, help="limit for a level's tests")
+    add("--asan", action="store_true", help="C programs with sanitizers")
     add("--jobs", type=int, default=1, help="mutants at once")
     options = parser.parse_args()
     mutants = all_mutants()
@@ -333,7 +336,8 @@ def main() -> int:
         for name in options.levels.split(",")
     ]
     print("building", flush=True)
-    build(mutants, [p for level in levels if level.name == "c" for p in level.files])
+    programs = [p for level in levels if level.name == "c" for p in level.files]
+    build(mutants, programs, f"{FLAGS} {SANITIZERS}" if options.asan else FLAGS)
     files = [path for level in levels for path in level.files if path.endswith("py")]
     places = [Workplace(i, files) for i in range(options.jobs)]
     product = hashlib.sha256()
