@@ -437,12 +437,27 @@ static int is_enough(const pli_contents *contents)
     return contents->has_leaf && contents->leaves == NULL;
 }
 
+/* Opens a container that is only looked at.  The values of a dict are those that its
+ * class names, as in torch: a subclass may iterate over something else than keys. */
+static int open_to_look(const module_state *state, PyObject *container,
+                        pli_container *out)
+{
+    const int kind = pli_kind_of(state, container);
+    if (kind != PLI_DICT)
+        return open_as(state, container, kind, out);
+    PyObject *values = PyMapping_Values(container);
+    *out = (pli_container){.value = container, .kind = PLI_DICT};
+    out->children = values != NULL ? PySequence_Tuple(values) : NULL;
+    Py_XDECREF(values);
+    return out->children != NULL ? 0 : -1;
+}
+
 /* Notes what a container holds; containers in it become pending. */
 static int look_at(const module_state *state, PyObject *container, PyObject **met,
                    PyObject *pending, pli_contents *contents)
 {
     pli_container self;
-    int status = open_as(state, container, pli_kind_of(state, container), &self);
+    int status = open_to_look(state, container, &self);
     const Py_ssize_t n = status == 0 ? PyTuple_GET_SIZE(self.children) : 0;
     for (Py_ssize_t i = 0; status == 0 && !is_enough(contents) && i < n; i++) {
         PyObject *value = PyTuple_GET_ITEM(self.children, i);

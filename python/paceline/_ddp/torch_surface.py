@@ -85,11 +85,11 @@ class TorchSurface(TorchDDP):
                 inputs, kwargs = self._move_to_device(inputs, kwargs)
             # self.module, without torch's lookup
             output = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
+            forward.end(self, session, output, forward_pass)
         except BaseException:
             if forward_pass is not None:
                 forward_pass.forward_fails(self.training)
             raise
-        forward.end(self, session, output, forward_pass)
         return output
 
     def _has_own_parts(self) -> bool:

@@ -418,7 +418,14 @@ class Scales(nn.Module):
                 total = FailsInBackward.apply(total, ArithmeticError)
         if where == "forward":
             raise ArithmeticError
-        return total
+        return Unread(total=total) if where == "reading" else total
+
+
+class Unread(dict):
+    """An output that cannot be read."""
+
+    def values(self):
+        raise ArithmeticError
 
 
 def take(model, number, where):
@@ -438,7 +445,7 @@ def take(model, number, where):
             hook.remove()
 
 
-PLACES = ("forward", "loss", "Ctrl-C", "output", "backward", "hook")
+PLACES = ("forward", "reading", "loss", "Ctrl-C", "output", "backward", "hook")
 
 
 @on_gpus_too(2, seed=range(2), has_buffers=[False])
@@ -446,7 +453,7 @@ PLACES = ("forward", "loss", "Ctrl-C", "output", "backward", "hook")
 def test_each_mean_is_of_one_iteration_whatever_raises_where(ranks, seed, has_buffers):
     """Ranks that differ in their iteration get a MismatchError, and agree on one."""
     rng = random.Random(seed)
-    plans = [rng.choices((None, *PLACES), (25, *[1] * 6), k=ranks.n) for _ in range(60)]
+    plans = [rng.choices((None, *PLACES), (25, *[1] * 7), k=ranks.n) for _ in range(60)]
     scales = Scales()
     if has_buffers:
         scales.register_buffer("seen", torch.zeros(2))

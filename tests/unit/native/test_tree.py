@@ -85,6 +85,18 @@ def test_each_container_comes_back_as_it_was_and_nothing_is_left(name):
     assert_leaves_nothing(once, type(value), *leaves, *filter(None, read))
 
 
+class Fields(dict):
+    """Unpacks into its values, as some models' outputs do."""
+
+    def __iter__(self):
+        return iter(self.values())
+
+
+def test_a_dict_has_the_leaves_that_its_class_calls_values():
+    first, second = rows(2), rows(3)
+    assert _native.leaves([Fields(a=first, b=[second])]) == ([first, second], False)
+
+
 def test_paths_name_attributes_and_items():
     t = rows(1)
     value = (1, {"mask": [Classified(logits=t), Frozen(t), Box(t, 1)]})
