@@ -5,6 +5,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 #ifdef PL_FAULTS
 #include <stdatomic.h>
@@ -57,6 +60,9 @@ pl_status pli_calloc(size_t count, size_t size, const char *purpose, void *out)
     if (memory == NULL)
         PL_FAIL(PL_ENOMEM, "%s: no memory for %zu bytes", purpose, bytes);
     memset(memory, 0, bytes);
+#ifdef __SANITIZE_ADDRESS__ /* so that it sees an access behind the last element */
+    ASAN_POISON_MEMORY_REGION((char *)memory + count * size, bytes - count * size);
+#endif
     memcpy(out, &memory, sizeof memory); /* out is the address of any pointer */
 done:
     return st;

@@ -174,11 +174,9 @@ pl_status pl_reducer_rescale(pl_reducer *reducer) PL_MUST_USE;
 /* Rescales likewise one mean, at `mean->to`, that is not in a slot. */
 pl_status pl_reducer_rescale_mean(pl_reducer *reducer, const pl_move *mean) PL_MUST_USE;
 
-/* Call when the last operation of the step is done: from then on, peers take the step.
- * If this rank fails before `end`, the numbers of taken steps differ. */
-pl_status pl_reducer_complete(pl_reducer *reducer) PL_MUST_USE;
-
-/* Ends the step, and learns from it for the next one. */
+/* Ends the step, and learns from it for the next one.  Peers take the step when its
+ * last operation is done: if this rank then fails before `end`, the numbers of taken
+ * steps differ. */
 pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
 
 /* Fails the world with the step, on every rank; `text` may be NULL.  No step follows:

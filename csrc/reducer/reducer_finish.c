@@ -387,26 +387,14 @@ done:
     return st;
 }
 
-pl_status pl_reducer_complete(pl_reducer *self)
-{
-    if (self->phase != REDUCER_REDUCED)
-        return pli_fail(PL_ESTATE,
-                        "cannot complete a step whose means are not in place");
-    if (pl_reducer_n_late(self) > 0)
-        return pli_fail(
-            PL_ESTATE,
-            "cannot end a step whose late gradients got no second all-reduce");
-    self->phase = REDUCER_COMPLETE;
-    return PL_OK;
-}
-
 static pl_status end_step(pl_reducer *self)
 {
     pl_status st = PL_OK;
-    if (self->phase == REDUCER_REDUCED)
-        PL_TRY(pl_reducer_complete(self));
-    if (self->phase != REDUCER_COMPLETE)
+    if (self->phase != REDUCER_REDUCED)
         PL_FAIL(PL_ESTATE, "cannot end a step whose means are not in place");
+    if (pl_reducer_n_late(self) > 0)
+        PL_FAIL(PL_ESTATE,
+                "cannot end a step whose late gradients got no second all-reduce");
     /* Learn nothing from a step without gradients. */
     for (size_t i = 0; is_active_rank(self) && i < self->spec.n_params; i++)
         self->slots[i].n_expected = self->slots[i].n_ready;

@@ -9,8 +9,7 @@ typedef enum reducer_phase {
     REDUCER_IDLE,          /* between steps */
     REDUCER_FILLING,       /* begin .. close */
     REDUCER_WAITING,       /* close .. wait */
-    REDUCER_REDUCED,       /* wait .. complete: means are in place */
-    REDUCER_COMPLETE,      /* ... end: no operation is left, and peers take the step */
+    REDUCER_REDUCED,       /* wait .. end: means are in place */
     REDUCER_FILLING_AGAIN, /* after the first late write, until the second close */
     REDUCER_WAITING_AGAIN, /* ... until the second wait */
     REDUCER_FAILED,        /* permanently */

@@ -208,7 +208,6 @@ static pl_status begin(pl_step *self)
 {
     pl_status st = PL_OK;
     int is_recorded = 0;
-    PL_TRY(pl_step_check_process(self));
     PL_TRY(self->host->is_recorded(self->context, &is_recorded));
     self->recording = is_recorded ? RECORDING_ON : RECORDING_OFF;
     PL_TRY(check_capture(self));
@@ -386,7 +385,7 @@ static pl_status check_late(const pl_step *self)
     size_t i = 0;
     if (self->hook == NULL)
         return PL_OK;
-    while (i < self->n_slots && !pl_reducer_is_late(self->reducer, i))
+    while (!pl_reducer_is_late(self->reducer, i))
         i++;
     return pli_fail(
         PL_ESTATE,
@@ -435,11 +434,6 @@ done:
     return st;
 }
 
-static pl_status complete(pl_step *self)
-{
-    return pl_reducer_complete(self->reducer);
-}
-
 static pl_status end(pl_step *self)
 {
     self->autograd_context = PL_NO_CONTEXT;
@@ -468,8 +462,8 @@ typedef struct step_phase {
     pl_status (*run)(pl_step *self);
 } step_phase;
 
-/* The end of a step.  After `complete` peers keep the step, so this rank must keep it
- * too: nothing runs the caller's code from there to `end`, so Ctrl-C cannot raise. */
+/* The end of a step.  From `bind` on peers keep the step, so this rank must keep it
+ * too: no phase from there to `end` handles signals, so Ctrl-C cannot raise. */
 static const step_phase PHASES[] = {
     {"close: mark parameters without a gradient, post the rest", pl_step_close},
     {"wait: for every rank's part, and so for means and flags", wait_step},
@@ -479,7 +473,6 @@ static const step_phase PHASES[] = {
     {"rescale: means over the active ranks only", rescale},
     {"average rows of sparse gradients into new tensors", pli_sparse_finish},
     {"confirm that all ranks have the hook's results", confirm_hook},
-    {"complete: from here on the step counts on every rank", complete},
     {"bind: the means become `.grad`", pli_grads_bind},
     {"receive the root's buffers, to take them over later", pli_buffers_receive},
     {"end: learn for the next step", end},

@@ -129,9 +129,8 @@ static pl_status in_slot_layout(pl_step *self, size_t i, pl_grad *grad,
                                 pli_tensor *tensor, pl_grad **out)
 {
     pl_status st = PL_OK;
-    const pli_layout *layout = self->slots[i].layout;
     pl_grad *copy = NULL;
-    if (pli_layout_equal(&tensor->layout, layout)) {
+    if (pli_layout_equal(&tensor->layout, self->slots[i].layout)) {
         *out = hold_grad(self, grad);
         goto done;
     }
@@ -139,11 +138,6 @@ static pl_status in_slot_layout(pl_step *self, size_t i, pl_grad *grad,
     PL_TRY(self->grads->copy(self->context, copy, grad));
     PL_TRY(self->grads->read(self->context, PL_READ_PLAIN, "a gradient's copy", copy,
                              tensor));
-    if (!pli_layout_equal(&tensor->layout, layout))
-        PL_FAIL(PL_ESTATE,
-                "the shape of parameter %zu changed after wrapping: wrap the model "
-                "again",
-                i);
     *out = copy;
     copy = NULL;
 done:

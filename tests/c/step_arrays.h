@@ -57,11 +57,12 @@ static inline const char *array_call_text(array_call which)
     return which < N_ARRAY_CALLS ? texts[which] : "any";
 }
 
-/* The n-th call from now on fails, of one callback or of any. */
+/* The n-th call from now on fails, of one callback or of any; or calls `instead`. */
 typedef struct array_fault {
     array_call which; /* N_ARRAY_CALLS: any */
     long n_left;      /* 0: none fails */
     array_call hit;   /* the callback that failed; N_ARRAY_CALLS: none yet */
+    void (*instead)(void *context); /* NULL: it fails */
 } array_fault;
 
 /* ---- a model and its ranks ------------------------------------------------------ */
@@ -327,6 +328,10 @@ static inline pl_status arrays_call(void *context, array_call which)
     if (--fault->n_left > 0)
         return PL_OK;
     fault->hit = which;
+    if (fault->instead != NULL) {
+        fault->instead(self->context);
+        return PL_OK;
+    }
     return pli_fail(PL_ESTATE, "the callback %s was refused", array_call_text(which));
 }
 

@@ -170,18 +170,16 @@ done:
     return st;
 }
 
-/* After it the step holds nothing, and all arrays are gone. */
+/* The step drops what it holds; then all arrays are gone. */
 static inline void arrays_destroy(rank_arrays *self)
 {
-    if (self->step != NULL)
-        pl_step_drop(self->step);
+    pl_step_destroy(self->step);
     for (size_t i = 0; i < ARRAYS_MOST_PARAMS; i++)
         arrays_set_grad(self, i, NULL);
     for (size_t b = 0; b < ARRAYS_MOST_BUFFERS; b++)
         array_drop(self->buffers[b]);
     CHECK(self->n_alive == 0);
     CHECK(!self->is_let_go);
-    pl_step_destroy(self->step);
     pli_backend_destroy(self->backend);
 }
 

@@ -128,9 +128,12 @@ static inline void await_buffers(rank_tensors *self, uint64_t step, int writes)
 static inline pl_status forward(rank_tensors *self, uint64_t step)
 {
     pl_status st = PL_OK;
-    self->current = 0;
+    self->current = step % self->gpu.n_streams;
+    stream_behind(&self->gpu, self->current, 0);
     PL_TRY(pl_step_forward_begins(self->step));
     check_buffers(self);
+    stream_behind(&self->gpu, 0, self->current);
+    self->current = 0;
     for (size_t b = 0; b < N_BUFFERS; b++)
         write_buffer(self, b, buffer_factor(step, self->gpu.rank, b));
     const uint64_t token =
@@ -157,13 +160,19 @@ done:
 
 static inline pl_status finish(rank_tensors *self)
 {
+    pl_status st = PL_OK;
     for (size_t i = 0; i < N_PARAMS; i++)
         self->world->n_late += pl_reducer_is_late(self->step->reducer, i) != 0;
     for (size_t k = 1; k < self->gpu.n_streams; k++)
         stream_behind(&self->gpu, 0, k);
     self->current = 0;
     self->settings.n_ends = 0;
-    return pl_step_look(self->step).is_active ? pl_step_finish(self->step) : PL_OK;
+    PL_TRY(pl_step_close(self->step));
+    check_released(self);
+    if (pl_step_look(self->step).is_active)
+        PL_TRY(pl_step_finish(self->step));
+done:
+    return st;
 }
 
 /* The first `n_active` ranks have gradients. */

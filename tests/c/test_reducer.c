@@ -384,7 +384,6 @@ PAIR_TEST(a_rank_that_fails_after_the_last_operation_has_taken_a_step_less)
 {
     begin_both(it);
     close_and_wait(it);
-    CHECK_OK(pl_reducer_complete(it->reducers[0]));
     CHECK_OK(pl_reducer_end(it->reducers[1]));
     pl_reducer_fail(it->reducers[0], "an exception after the step's last operation");
     CHECK_FAILS(pl_reducer_begin(it->reducers[1]), PL_EPEER,

@@ -62,6 +62,7 @@ static void check_state(const rank_arrays *self, uint64_t n_steps)
         CHECK(counts[i] == 1);
     CHECK(arrays_n_in_step(self) == 0);
     CHECK(self->n_alive == arrays_n_known(self));
+    CHECK(self->n_calls[CALL_CURRENT_STREAM] == 0); /* of a GPU */
 }
 
 static void take_three_steps(rank_job *job)
@@ -86,6 +87,87 @@ TEST(each_gradient_becomes_the_mean_of_all_ranks)
 {
     for (int n = 1; n <= 4; n++)
         arrays_run(&model, n, take_three_steps, NULL, 1);
+}
+
+static void mix_kinds(rank_job *job)
+{
+    static const float values[2][4] = {{4, 6, 8, 2}, {2, 4, 2, 4}};
+    static const float mean[] = {3, 5, 5, 3};
+    const float *mine = values[job->rank];
+    const pli_layout layout = layout_of(2, 2);
+    rank_arrays self;
+    if (CHECK_OK(arrays_create(&model, job->comm, &self))) {
+        CHECK_OK(arrays_arrive(&self, SMALL,
+                               job->rank == 0 ? array_dense_of(&self, &layout, mine)
+                                              : array_sparse_of(&self, &layout, mine),
+                               PL_ARRIVES_ALONE));
+        CHECK_OK(arrays_end_backward(&self));
+        CHECK(array_holds(self.grads[SMALL], mean));
+        CHECK(self.grads[SMALL]->n_sparse_dims == 0);
+    }
+    arrays_destroy(&self);
+}
+
+TEST(a_gradient_that_is_dense_on_any_rank_becomes_dense_on_all)
+{
+    arrays_run(&model, 2, mix_kinds, NULL, 1);
+}
+
+/* ---- ranks that wait ------------------------------------------------------------ */
+
+/* Rank 0 runs a callback until rank 1, which waits for it, has handled signals. */
+typedef struct slow {
+    array_call which;
+    int refuses; /* a signal handler of rank 1 raises */
+    atomic_int is_handled;
+} slow;
+
+static void await_signals(void *context)
+{
+    slow *it = context;
+    while (!atomic_load(&it->is_handled))
+        pli_sleep_ns(PLI_MS);
+}
+
+static void handle_signals(void *context)
+{
+    slow *it = context;
+    atomic_store(&it->is_handled, 1);
+}
+
+static void wait_for_a_callback(rank_job *job)
+{
+    slow *it = job->context;
+    rank_arrays self;
+    pl_status st = PL_OK;
+    if (CHECK_OK(arrays_create(&model, job->comm, &self))) {
+        self.context = it;
+        arrays_expect_fault(&self, job->rank == 0 ? it->which : CALL_CHECK_SIGNALS, 1);
+        if (job->rank == 0 || !it->refuses)
+            self.fault.instead = job->rank == 0 ? await_signals : handle_signals;
+        for (size_t i = N_PARAMS; st == PL_OK && i-- > 0;)
+            st = arrays_arrive(&self, i, gradient(&self, i, (float)(8 + job->rank)),
+                               PL_ARRIVES_ALONE);
+        if (st == PL_OK)
+            st = arrays_end_backward(&self);
+        for (size_t i = 0; i < N_PARAMS && !it->refuses && CHECK_OK(st); i++)
+            CHECK(is_mean(&self, i, 8));
+        if (it->refuses && job->rank == 1)
+            CHECK_FAILS(st, PL_ESTATE, "check_signals was refused");
+        if (it->refuses)
+            arrays_fail(&self);
+        handle_signals(it);
+    }
+    arrays_destroy(&self);
+}
+
+TEST(a_rank_that_waits_handles_signals)
+{
+    for (int n = 0; n < 4; n++) {
+        slow it = {.which = n % 2 == 0 ? CALL_IS_RECORDED : CALL_READ_ROWS,
+                   .refuses = n > 1};
+        arrays_run(&model, 2, wait_for_a_callback, &it, 1);
+    }
 }
 
 /* ---- views that the user keeps -------------------------------------------------- */
@@ -119,24 +201,30 @@ static int is_full_of(const pl_grad *grad, float value)
     return 1;
 }
 
-/* A view is accumulated in place; then another parameter's gradient is written over a
- * view that the user keeps, which makes the old window private. */
+/* A view is accumulated in place; then another parameter's gradient, or zeros, are
+ * written over a view that the user keeps, which makes the old window private. */
 static void keep_another_view(rank_job *job)
 {
-    for (int keeps = 0; keeps < 2; keeps++) {
+    for (int n = 0; n < 4; n++) {
+        const int keeps = n % 2;
+        const int is_used = n < 2;
         rank_arrays self;
         if (CHECK_OK(arrays_create(&view_model, job->comm, &self))) {
             self.settings.keeps_grads = (char)keeps;
-            CHECK(take_view(&self, 0, 1) && take_view(&self, 1, 3));
-            CHECK_OK(arrays_end_backward(&self));
+            for (int k = 0; k < 2; k++) { /* then the order of the buckets stays */
+                arrays_zero(&self);
+                CHECK(take_view(&self, 0, 1) && take_view(&self, 1, 3));
+                CHECK_OK(arrays_end_backward(&self));
+            }
             pl_grad *kept = self.grads[1];
             pl_grad *first = self.grads[0];
             array_hold(first);
             self.grads[1] = NULL;
-            CHECK(take_view(&self, 0, 5) && take_view(&self, 1, 7));
+            CHECK(take_view(&self, 0, 5) && (!is_used || take_view(&self, 1, 7)));
             CHECK_OK(arrays_end_backward(&self));
             CHECK(is_full_of(kept, 3.5F) && kept->window->comm == NULL);
-            CHECK(is_full_of(self.grads[0], 7) && is_full_of(self.grads[1], 7.5F));
+            CHECK(is_full_of(self.grads[0], 7));
+            CHECK(is_used ? is_full_of(self.grads[1], 7.5F) : self.grads[1] == NULL);
             CHECK((self.grads[0] == first) == (keeps != 0));
             array_drop(kept);
             array_drop(first);
@@ -275,10 +363,13 @@ TEST(the_size_of_a_step_holds_its_gradients_and_buffers)
 {
     static const size_t buffer_elems[1] = {1 << 20};
     array_model more = model;
-    pl_step_size bare, size;
+    pl_step_size dense, bare, size;
     more.n_buffers = 1;
     more.buffer_elems = buffer_elems;
+    CHECK_OK(arrays_measure(&view_model, 2, &dense));
     CHECK_OK(arrays_measure(&model, 2, &bare));
+    CHECK(dense.arena_bytes < PLI_EXCHANGE_BYTES); /* room for rows */
+    CHECK(bare.arena_bytes > PLI_EXCHANGE_BYTES);
     CHECK_OK(arrays_measure(&more, 2, &size));
     CHECK(bare.arena_bytes > (2 * 2 + 4 * 8) * sizeof(float));
     CHECK(size.arena_bytes >= bare.arena_bytes + (1 << 20) * sizeof(float));

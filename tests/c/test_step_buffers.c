@@ -58,6 +58,7 @@ typedef enum change {
     GONE,        /* likewise */
     LAZY_BUFFER, /* its sign is; takes the values over */
     GAPS,        /* its memory has gaps; likewise */
+    LAZY_GAPS,   /* both; likewise */
     SET_BACK,    /* another tensor in between; takes over */
     N_CHANGES
 } change;
@@ -72,19 +73,16 @@ static void replace_buffer(rank_arrays *self, size_t b, pl_grad *buffer)
 /* Before the step, so that it sees the buffer so. */
 static void prepare_buffer(rank_arrays *self, size_t b, change what)
 {
-    pli_layout layout = layout_of(1, (int)buffer_elems[b]);
-    pl_grad *buffer = NULL;
-    if (what != LAZY_BUFFER && what != GAPS)
+    pli_layout layout = layout_of(2, (int)buffer_elems[b]);
+    if (what != LAZY_BUFFER && what != GAPS && what != LAZY_GAPS)
         return;
-    if (what == GAPS) {
-        const pli_layout wide = layout_of(2, (int)buffer_elems[b]);
-        buffer = array_new(self, &wide);
+    pl_grad *buffer = array_new(self, &layout);
+    layout = layout_of(1, (int)buffer_elems[b]);
+    if (what != LAZY_BUFFER)
         layout.dims[1].stride = 2;
-        buffer->layout = layout;
-    } else {
-        buffer = array_new(self, &layout);
+    if (what != GAPS)
         buffer->lazy = LAZY_SHOWN;
-    }
+    buffer->layout = layout;
     replace_buffer(self, b, buffer);
 }
 
@@ -115,6 +113,16 @@ static void change_buffer(rank_arrays *self, size_t b, change what)
     default:
         break;
     }
+}
+
+/* A buffer is written only if it lacks the values that were sent. */
+static void apply_buffers(rank_arrays *self, size_t b, int is_written)
+{
+    const pl_grad *buffer = self->buffers[b];
+    const long n_writes = buffer != NULL ? buffer->n_writes : 0;
+    CHECK_OK(pl_step_apply_buffers(self->step));
+    CHECK(buffer == NULL || (buffer->n_writes > n_writes) == is_written);
+    CHECK(arrays_n_in_step(self) == 0);
 }
 
 static void check_change(rank_arrays *self, size_t b, change what, float sent)
@@ -150,12 +158,16 @@ static void change_and_apply(rank_job *job)
             (void)take_step(&self);
             const float own = sent + (float)(10 * job->rank);
             CHECK(buffer_is(&self, 0, own) && buffer_is(&self, 1, own));
+            CHECK(arrays_n_in_step(&self) == (job->rank > 0 ? N_BUFFERS : 0));
             if (job->rank > 0)
                 change_buffer(&self, b, what);
-            CHECK_OK(pl_step_apply_buffers(self.step));
+            const int keeps = what == WRITTEN || what == REPLACED;
+            apply_buffers(&self, b,
+                          job->rank > 0 && !keeps && what != RESIZED && what != GONE);
             check_change(&self, b, job->rank > 0 ? what : NO_CHANGE, sent);
             CHECK(buffer_is(&self, 1 - b, sent));
-            CHECK(arrays_n_in_step(&self) == 0);
+            (void)take_step(&self); /* with the same buffers */
+            apply_buffers(&self, b, job->rank > 0 && keeps);
             write_buffer(&self, 1 - b, 1); /* a second call takes nothing over */
             CHECK_OK(pl_step_apply_buffers(self.step));
             CHECK(buffer_is(&self, 1 - b, 1));
@@ -171,7 +183,8 @@ TEST(the_buffers_of_a_step_are_taken_over_unless_they_were_changed)
 
 /* ---- in a forward --------------------------------------------------------------- */
 
-/* Rank 0 writes in every third forward; all take it over, and only then. */
+/* Rank 0 writes in every third forward; all take it over, and only then.  At the end
+ * more forwards than notices follow each other. */
 static void sync_in_forwards(rank_job *job)
 {
     rank_arrays self;
@@ -180,17 +193,21 @@ static void sync_in_forwards(rank_job *job)
     if (CHECK_OK(arrays_create(&model, job->comm, &self))) {
         write_buffer(&self, 0, sent + (float)job->rank);
         write_buffer(&self, 1, sent + (float)job->rank);
-        for (unsigned n = 0; n < 300; n++) { /* more forwards than notices */
-            sent += n % 3 == 0 && n > 0 ? 50 : 0;
-            if (n % 3 == 0 && n > 0 && job->rank == 0)
+        for (unsigned n = 0; n < 250; n++) {
+            const int is_new = n % 3 == 0 && n > 0 && n < 100;
+            sent += is_new ? 50 : 0;
+            if (is_new && job->rank == 0)
                 write_buffer(&self, n % 2, sent);
+            const long n_read = self.n_calls[CALL_FIND_BUFFER];
             CHECK_OK(pl_step_sync_buffers(self.step));
-            CHECK(buffer_is(&self, n / 3 % 2, sent));
+            CHECK(buffer_is(&self, (n < 100 ? n : 99) / 3 % 2, sent));
             const long n_now = self.buffers[0]->n_writes + self.buffers[1]->n_writes;
             if (job->rank > 0 && n > 0)
-                CHECK(n_now == n_writes + (n % 3 == 0));
+                CHECK(n_now == n_writes + is_new);
+            if (job->rank == 0) /* compares them, and packs those that it sends */
+                CHECK((self.n_calls[CALL_FIND_BUFFER] - n_read > N_BUFFERS) == is_new);
             n_writes = n_now;
-            if (n % 7 == 0)
+            if (n % 7 == 0 && n < 100)
                 CHECK(take_step(&self));
         }
     }
@@ -200,6 +217,49 @@ static void sync_in_forwards(rank_job *job)
 TEST(a_forward_sends_buffers_only_if_they_differ)
 {
     arrays_run(&model, 3, sync_in_forwards, NULL, 1);
+}
+
+static void sync_buffers(rank_arrays *self, int has_notices)
+{
+    const pli_host_ops *host = self->comm->host;
+    self->comm->host = has_notices ? host : NULL;
+    CHECK_OK(pl_step_sync_buffers(self->step));
+    self->comm->host = host;
+}
+
+/* A forward raises on both ranks, whose next forward sends the buffers again; or on
+ * rank 1 only.  Without notices its next forward then sends nothing until the next
+ * step. */
+static void raise_in_forward(rank_job *job)
+{
+    for (int n = 0; n < 3; n++) {
+        rank_arrays self;
+        const int raises = n < 2 || job->rank == 1;
+        if (CHECK_OK(arrays_create(&model, job->comm, &self))) {
+            for (size_t b = 0; b < N_BUFFERS; b++)
+                write_buffer(&self, b, (float)(1 + job->rank));
+            if (n == 1)
+                CHECK(take_step(&self));
+            else
+                sync_buffers(&self, n == 0);
+            if (raises)
+                pl_step_forward_fails(self.step, PL_TRAINS);
+            if (job->rank == 0)
+                write_buffer(&self, 0, 50);
+            if (raises)
+                sync_buffers(&self, n == 0);
+            CHECK(buffer_is(&self, 0, n < 2 || job->rank == 0 ? 50 : 1));
+            CHECK_OK(arrays_arrive(&self, 0, array_of_value(&self, 2, 2, 1),
+                                   PL_ARRIVES_ALONE));
+            CHECK(arrays_end_backward(&self) == (n < 2 ? PL_OK : PL_EMISMATCH));
+        }
+        arrays_destroy(&self);
+    }
+}
+
+TEST(a_forward_that_raised_on_some_ranks_sends_no_buffers_again)
+{
+    arrays_run(&model, N_RANKS, raise_in_forward, NULL, 1);
 }
 
 static void await_backward(rank_job *job)
@@ -258,21 +318,25 @@ TEST(the_lowest_active_rank_sends_its_buffers)
 
 /* ---- a step that is not taken --------------------------------------------------- */
 
-/* After a mismatch all ranks send anew, whatever was sent before. */
+/* After a mismatch all ranks send anew, whatever was sent before, and forget what the
+ * step before that has sent. */
 static void mismatch_then_sync(rank_job *job)
 {
     rank_arrays self;
     if (CHECK_OK(arrays_create(&model, job->comm, &self))) {
+        write_buffer(&self, 0, (float)(10 + job->rank));
+        CHECK(take_step(&self));
         for (int n = 0; n <= job->rank; n++) {
             CHECK_OK(pl_step_forward_begins(self.step));
             (void)pl_step_forward_ends(self.step, PL_OUTPUTS_UNWATCHED, PL_TRAINS);
         }
-        write_buffer(&self, 0, (float)(1 + job->rank));
+        if (job->rank == 0)
+            write_buffer(&self, 0, 1);
         CHECK_OK(
             arrays_arrive(&self, 0, array_of_value(&self, 2, 2, 1), PL_ARRIVES_ALONE));
         CHECK(arrays_end_backward(&self) == PL_EMISMATCH);
         CHECK_OK(pl_step_apply_buffers(self.step));
-        CHECK(buffer_is(&self, 0, (float)(1 + job->rank)));
+        CHECK(buffer_is(&self, 0, job->rank == 0 ? 1 : 11));
         CHECK_OK(pl_step_sync_buffers(self.step));
         CHECK(buffer_is(&self, 0, 1));
     }

@@ -2,6 +2,7 @@
  * same one; gradients in a context; and a process that was forked. */
 #include <sys/wait.h>
 
+#include "comm/shm_comm.h"
 #include "step_ranks.h"
 
 enum { FIRST, SECOND, N_PARAMS };
@@ -70,6 +71,7 @@ static const row rows[] = {
     {{"bb", "bb"}, {"ss", "ss"}, 0, 0},
     {{"Fbb", "bb"}, {"ms", "ms"}, 0, 0},
     {{"nbyb", "b"}, {"ls", "s"}, 0, 0},
+    {{"nFByb", "nFByb"}, {"ls", "ls"}, 0, 0},
     /* without synchronisation */
     {{"nFByFB", "nFByFB"}, {"ls", "ls"}, 1, 0},
     {{"nFByFB", "FB"}, {"ls", "s"}, 1, 0},
@@ -80,10 +82,12 @@ static const row rows[] = {
     {{"fNbYb", "fNbYb"}, {"ls", "ls"}, 1, 0},
     {{"nFyFWFB", "nFyFWFB"}, {"ss", "ss"}, 1, 0},
     {{"FnFyWFB", "FnFyWFB"}, {"ss", "ss"}, 1, 0},
+    {{"FnFyVB", "FnFyVB"}, {"ls", "ls"}, 1, 0},
     /* ranks in different steps; the next step is one again */
     {{"FFVFB", "FFVFFV"}, {"ss", "ss"}, 1, 0},
     {{"FBFB", "FFVFB"}, {"ms", "ms"}, 1, 0},
     {{"fbfb", "ffbfb"}, {"ms", "ms"}, 1, 0},
+    {{"FBFB", "FbFV"}, {"ms", "ms"}, 1, 0},
     {{"FBFB", "XFBFB"}, {"ms", "ms"}, 1, 0},
     {{"XFBFB", "XFBFB"}, {"ss", "ss"}, 1, 0},
     {{"EBEB", "EEVEB"}, {"ms", "ms"}, 1, 0},
@@ -165,8 +169,10 @@ static char result_of(reader *it, char letter)
     CHECK(!state.is_active && !state.has_failed && arrays_n_in_step(arrays) == 0);
     CHECK(arrays->n_alive == arrays_n_known(arrays));
     CHECK(st == PL_OK || (st == PL_EMISMATCH && error_has("not in the same step")));
-    if (st != PL_OK)
+    if (st != PL_OK) {
+        CHECK(error_has("last step: rank 0: ") && error_has("; rank 1: "));
         return 'm';
+    }
     const int is_step = state.number > before;
     CHECK(is_filled(arrays->grads[FIRST], is_step ? 5 : local));
     CHECK(pl_step_look(arrays->step).unseen[FIRST] == !is_step);
@@ -207,6 +213,15 @@ static void run_letter(reader *it, char letter)
     }
 }
 
+static void read_program(reader *it, const char *program, const char *results)
+{
+    for (const char *at = program; *at != '\0'; at++)
+        run_letter(it, *at);
+    if (!CHECK(strcmp(it->results, results) == 0))
+        CHECK_MORE("rank %d, '%s': %s, not %s", it->arrays.rank, program, it->results,
+                   results);
+}
+
 static void run_program(rank_job *job)
 {
     const row *expected = job->context;
@@ -214,12 +229,7 @@ static void run_program(rank_job *job)
     if (CHECK_OK(arrays_create(&model, job->comm, &it.arrays))) {
         it.arrays.settings.follows_forwards = expected->is_following;
         it.arrays.settings.ends_with_step = expected->is_over;
-        for (const char *at = expected->programs[job->rank]; *at != '\0'; at++)
-            run_letter(&it, *at);
-        if (!CHECK(strcmp(it.results, expected->results[job->rank]) == 0))
-            CHECK_MORE("rank %d, '%s' and '%s': %s, not %s", job->rank,
-                       expected->programs[0], expected->programs[1], it.results,
-                       expected->results[job->rank]);
+        read_program(&it, expected->programs[job->rank], expected->results[job->rank]);
     }
     arrays_destroy(&it.arrays);
 }
@@ -229,6 +239,140 @@ TEST(a_backward_is_a_step_if_its_forward_was_synchronised)
     for (size_t k = 0; k < N_ROWS; k++) {
         row it = rows[k];
         arrays_run(&model, 2, run_program, &it, 1);
+    }
+}
+
+/* Rank 1 of ten is out of batches, and the last one has run one forward more. */
+static void differ_in_forwards(rank_job *job)
+{
+    rank_arrays self;
+    const int is_active = job->rank != 1;
+    if (CHECK_OK(arrays_create(&model, job->comm, &self))) {
+        for (int n = 0; n < 1 + job->rank / 9; n++)
+            pl_step_await_backward(self.step);
+        pl_status st =
+            is_active
+                ? arrays_arrive(&self, FIRST, gradient(&self, FIRST), PL_ARRIVES_ALONE)
+                : pl_step_shadow(self.step, PL_JOINING, PL_LEAVES_GRADS);
+        if (is_active && CHECK_OK(st))
+            st = arrays_end_backward(&self);
+        CHECK_FAILS(st, PL_EMISMATCH, "step: rank 0: 1, 0 of them", "; rank 2: 1, ",
+                    "; rank 8: 1, ");
+        CHECK(!error_has("; rank 9: "));
+    }
+    arrays_destroy(&self);
+}
+
+TEST(a_mismatch_names_the_first_eight_ranks_that_have_batches)
+{
+    arrays_run(&model, 10, differ_in_forwards, NULL, 1);
+}
+
+/* ---- after a failure ------------------------------------------------------------ */
+
+/* Two ranks, whose steps a test can reach from one thread. */
+typedef struct pair {
+    pl_comm *comms[2];
+    reader readers[2];
+    const char *const *programs, *const *results;
+} pair;
+
+static int pair_create(pair *it)
+{
+    pl_step_size size;
+    memset(it, 0, sizeof *it);
+    int is_made =
+        CHECK_OK(arrays_measure(&model, 2, &size)) &&
+        CHECK_OK(local_create(2, size.arena_bytes, RANKS_DEADLINE_NS, it->comms));
+    for (int r = 0; is_made && r < 2; r++) {
+        is_made = CHECK_OK(arrays_create(&model, it->comms[r], &it->readers[r].arrays));
+        it->readers[r].arrays.settings.follows_forwards = 1;
+    }
+    return is_made;
+}
+
+static void pair_destroy(pair *it)
+{
+    for (int r = 0; r < 2; r++) {
+        arrays_destroy(&it->readers[r].arrays);
+        pl_comm_destroy(it->comms[r]);
+    }
+}
+
+static void run_pair(rank_job *job)
+{
+    pair *it = job->context;
+    read_program(&it->readers[job->rank], it->programs[job->rank],
+                 it->results[job->rank]);
+}
+
+/* How a world fails, and what follows. */
+typedef enum failing {
+    FAILS_APART,     /* on each rank */
+    FAILS_THEN_JOIN, /* likewise; then a join context begins */
+    RAISES_BEHIND,   /* on rank 0; a forward of rank 1 raises then */
+    IS_MISMATCHED    /* the ranks issue different operations */
+} failing;
+
+typedef struct follow_row {
+    const char *before[2], *steps[2]; /* programs, and their results */
+    const char *after[2], *results[2];
+    failing how;
+} follow_row;
+
+static const follow_row follow_rows[] = {
+    {{"F", "F"}, {"", ""}, {"FB", "FB"}, {"s", "s"}, FAILS_APART},
+    {{"F", ""}, {"", ""}, {"FBFB", "FBFB"}, {"ms", "ms"}, FAILS_APART},
+    {{"F", ""}, {"", ""}, {"FB", "FB"}, {"s", "s"}, FAILS_THEN_JOIN},
+    {{"F", ""}, {"", ""}, {"FB", "FB"}, {"s", "s"}, IS_MISMATCHED},
+    /* steps of two forwards: the ranks count afresh */
+    {{"FFWF", "FFW"}, {"s", "s"}, {"FB", "FB"}, {"s", "s"}, FAILS_APART},
+    /* a forward that raises in a failed world is one of the failed step */
+    {{"F", "F"}, {"", ""}, {"FB", "FB"}, {"s", "s"}, RAISES_BEHIND},
+    {{"f", ""}, {"", ""}, {"fb", "fb"}, {"s", "s"}, RAISES_BEHIND},
+};
+enum { N_FOLLOW_ROWS = sizeof follow_rows / sizeof *follow_rows };
+
+static void fail_pair(pair *it, failing how)
+{
+    for (int r = 0; r < 2; r++) {
+        const pl_op op = {.kind = r == 0 ? PL_BARRIER : PL_ALL_REDUCE, .n_elems = 1};
+        pl_ticket ticket;
+        pl_step *step = it->readers[r].arrays.step;
+        if (how == RAISES_BEHIND && r == 1)
+            run_letter(&it->readers[r], 'X');
+        else if (how == IS_MISMATCHED)
+            (void)!pl_comm_issue(it->comms[r], &op, &ticket);
+        else
+            pl_step_fail(step, "a failure");
+    }
+    CHECK((pl_comm_progress(it->comms[0]) == PL_EMISMATCH) == (how == IS_MISMATCHED));
+    for (int r = 0; how == IS_MISMATCHED && r < 2; r++)
+        pl_step_fail(it->readers[r].arrays.step, NULL);
+}
+
+TEST(forwards_of_a_failed_step_count_in_the_next_world)
+{
+    for (size_t k = 0; k < N_FOLLOW_ROWS; k++) {
+        const follow_row *what = &follow_rows[k];
+        static pair failed, next;
+        if (pair_create(&failed) && pair_create(&next)) {
+            failed.programs = what->before;
+            failed.results = what->steps;
+            ranks_run(2, failed.comms, run_pair, &failed, 1);
+            fail_pair(&failed, what->how);
+            for (int r = 0; r < 2; r++) {
+                pl_step *step = next.readers[r].arrays.step;
+                pl_step_follow(step, failed.readers[r].arrays.step);
+                if (what->how == FAILS_THEN_JOIN)
+                    pl_step_set_join(step, PL_BY_WORLD_SIZE, PL_JOIN_GOES_ON);
+            }
+            next.programs = what->after;
+            next.results = what->results;
+            ranks_run(2, next.comms, run_pair, &next, 1);
+        }
+        pair_destroy(&failed);
+        pair_destroy(&next);
     }
 }
 
@@ -296,13 +440,75 @@ LONE_TEST(a_compiled_backward_is_due_with_its_last_gradient)
 
 LONE_TEST(gradients_of_an_inner_backward_await_the_end_of_the_outer_one)
 {
+    arrays_expect_fault(self, CALL_IS_RECORDED, 1);
+    CHECK_FAILS(take(self, FIRST), PL_ESTATE, "is_recorded was refused");
+    CHECK(self->settings.n_ends == 1); /* which reports that */
+    arrays_zero(self);
     CHECK_OK(take(self, FIRST));
     CHECK(self->settings.n_ends == 1);
     self->settings.n_ends = 0; /* the end of the inner one was called */
+    CHECK_FAILS(pl_step_forward_begins(self->step), PL_ESTATE, "was never seen");
     CHECK_OK(take(self, SECOND));
     CHECK(self->settings.n_ends == 1);
     CHECK_OK(arrays_end_backward(self));
     CHECK(is_filled(self->grads[FIRST], 4) && is_filled(self->grads[SECOND], 4));
+}
+
+LONE_TEST(the_mean_goes_to_the_gradient_that_a_hook_has_set)
+{
+    CHECK_OK(arrays_arrive(self, FIRST, gradient(self, FIRST), PL_ARRIVES_AFTER_HOOKS));
+    const pli_layout layout = layout_of(2, 2);
+    arrays_set_grad(self, FIRST, array_new(self, &layout));
+    CHECK_OK(arrays_end_backward(self));
+    CHECK(is_filled(self->grads[FIRST], 4));
+}
+
+LONE_TEST(autograd_learns_of_a_write_to_a_gradient_that_a_graph_may_hold)
+{
+    for (int n = 0; n < 2; n++) {
+        self->is_recorded = n;
+        arrays_zero(self);
+        CHECK_OK(take(self, FIRST));
+        CHECK_OK(arrays_end_backward(self));
+        CHECK(self->grads[FIRST]->n_writes == n);
+    }
+}
+
+LONE_TEST(a_view_comes_back_if_the_step_fails)
+{
+    for (int n = 0; n < 2; n++) { /* then the buckets are in their final order */
+        CHECK_OK(take(self, SECOND));
+        CHECK_OK(arrays_end_backward(self));
+    }
+    const pl_grad *view = self->grads[SECOND];
+    CHECK_OK(take(self, SECOND));
+    CHECK(self->grads[SECOND] == NULL);
+    arrays_fail(self);
+    CHECK(self->grads[SECOND] == view && view != NULL);
+}
+
+LONE_TEST(a_gradient_of_another_size_or_dtype_is_refused)
+{
+    const pli_layout layout = layout_of(3, 2);
+    arrays_set_grad(self, FIRST, array_new(self, &layout));
+    CHECK_FAILS(arrays_arrive(self, FIRST, NULL, PL_ARRIVES_ALONE), PL_ESTATE,
+                "parameter 0 was 4 x float32", "is 6 x float32");
+    arrays_set_grad(self, FIRST, gradient(self, FIRST));
+    self->grads[FIRST]->layout.dtype = PL_I32;
+    CHECK_FAILS(arrays_arrive(self, FIRST, NULL, PL_ARRIVES_ALONE), PL_ESTATE,
+                "parameter 0 was 4 x float32", "is 4 x int32");
+    arrays_fail(self);
+}
+
+LONE_TEST(peers_see_what_a_rank_does)
+{
+    const pli_shm_comm *comm = (const pli_shm_comm *)(const void *)self->comm;
+    const pli_rank *mine = pli_rank_of(comm->segment, 0);
+    pli_comm_set_failure_message(self->comm, "an exception that was caught");
+    CHECK_OK(pl_step_forward_begins(self->step));
+    CHECK(mine->message_state == PLI_MESSAGE_NONE && mine->activity == PL_FORWARD);
+    (void)pl_step_forward_ends(self->step, PL_OUTPUTS_WATCHED, PL_TRAINS);
+    CHECK(mine->activity == PL_IDLE);
 }
 
 LONE_TEST(a_step_closes_before_it_ends)
@@ -348,9 +554,10 @@ LONE_TEST(a_byte_counts_up_to_255_gradients)
     unsigned char counts[2];
     for (int n = 0; n < 300; n++)
         CHECK_OK(take(self, FIRST));
+    CHECK_OK(arrays_arrive(self, SECOND, NULL, PL_ARRIVES_ALONE)); /* undefined */
     CHECK_OK(arrays_end_backward(self));
     pl_step_count_grads(self->step, counts);
-    CHECK(counts[FIRST] == 255 && counts[SECOND] == 0);
+    CHECK(counts[FIRST] == 255 && counts[SECOND] == 1);
 }
 
 static int stop_at_the_first(pl_grad *grad, void *n)
@@ -375,27 +582,25 @@ LONE_TEST(what_a_step_holds_is_visited_and_dropped)
 
 TEST(an_idle_rank_notices_that_a_peer_has_failed)
 {
-    pl_comm *comms[2] = {NULL, NULL};
-    static rank_arrays ranks[2];
-    pl_step_size size;
-    int is_made = CHECK_OK(arrays_measure(&model, 2, &size)) &&
-                  CHECK_OK(local_create(2, size.arena_bytes, RANKS_DEADLINE_NS, comms));
-    for (int r = 0; is_made && r < 2; r++)
-        is_made = CHECK_OK(arrays_create(&model, comms[r], &ranks[r]));
-    if (is_made) {
-        CHECK_OK(pl_step_notice_failure(ranks[1].step));
-        pl_step_fail(ranks[0].step, "its words;");
-        CHECK_FAILS(pl_step_notice_failure(ranks[1].step), PL_EPEER, "its words;");
+    static pair it;
+    if (pair_create(&it)) {
+        pl_step *peer = it.readers[0].arrays.step;
+        pl_step *idle = it.readers[1].arrays.step;
+        CHECK_OK(pl_step_notice_failure(idle));
+        pl_step_fail(peer, "its words;");
+        CHECK_OK(pl_step_forward_begins(peer)); /* its words stay */
+        CHECK_FAILS(pl_step_notice_failure(idle), PL_EPEER, "its words;");
         for (int r = 0; r < 2; r++) {
-            CHECK(pl_step_look(ranks[r].step).has_failed);
-            CHECK_OK(pl_step_notice_failure(ranks[r].step)); /* it knows */
-            CHECK_OK(pl_step_check_failure(ranks[r].step));
+            pl_step *step = it.readers[r].arrays.step;
+            CHECK(pl_step_look(step).has_failed);
+            CHECK_OK(pl_step_notice_failure(step)); /* it knows */
+            CHECK_OK(pl_step_check_failure(step));
         }
+        it.comms[1]->is_group_comm = 1; /* then it may be one of several worlds */
+        CHECK_FAILS(pl_step_check_failure(idle), PL_EPEER, "its words;");
+        it.comms[1]->is_group_comm = 0;
     }
-    for (int r = 0; r < 2; r++) {
-        arrays_destroy(&ranks[r]);
-        pl_comm_destroy(comms[r]);
-    }
+    pair_destroy(&it);
 }
 
 /* ---- gradients in a context ----------------------------------------------------- */
@@ -413,6 +618,9 @@ static void take_in_context(rank_job *job)
             CHECK_FAILS(pl_step_take(self.step, SECOND, PL_ARRIVES_ALONE, &is_due),
                         PL_ESTATE, "two backwards at once");
             CHECK_OK(arrays_end_backward(&self));
+            unsigned char counts[N_PARAMS];
+            pl_step_count_grads(self.step, counts);
+            CHECK(counts[FIRST] == 1 && counts[SECOND] == 0);
             CHECK(pl_step_look(self.step).context == PL_NO_CONTEXT);
             CHECK(is_filled(self.in_context[FIRST], 5));
             CHECK(self.in_context[SECOND] == NULL && self.grads[FIRST] == NULL);

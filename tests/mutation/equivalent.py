@@ -45,6 +45,8 @@ boundary: a copy of no moves does nothing
 
 boundary: of two that are equal either is the least
     csrc/replicas/device_group.c least a < b
+    csrc/reducer/step.c pl_step_count_grads n < UINT8_MAX
+    csrc/reducer/step_forwards.c byte_of n < UINT8_MAX
     csrc/python/dp/scatter.c scatter self->n_replicas < self->n_rows
     csrc/python/dp/scatter.c scatter n < 1
 
@@ -55,6 +57,9 @@ boundary: what is read behind the end is not used
     csrc/python/dp/tree.c pli_leaf_shape d < dl.ndim
     csrc/python/dp/scatter.c cut_packed j < PyTuple_GET_SIZE(part)
     csrc/replicas/device_group.c pack j < n
+
+drop call: a gradient whose layout is not known is copied: only time is lost
+    csrc/reducer/step_grads.c write_late self->grads->read(
 
 never: streams that are the current ones already are made so again: only time is lost
     python/paceline/_dp/group.py Streams.on group.native.streams() == self.numbers
