@@ -73,6 +73,15 @@ def sums_up(m, x):
     return m.last(y + m.meeting.total(y.sum(0)))
 
 
+def begun_apart(caplog):
+    """The messages of calls in which replicas began to run side by side.
+
+    On a loaded machine replicas may also wait for one another longer than is usual.
+    """
+    messages = [record.getMessage() for record in caplog.records]
+    return [each for each in messages if "torch.nn.SyncBatchNorm over ranks" in each]
+
+
 @torch.no_grad()  # a Barrier keeps graphs, and these keep their module
 @ON_EACH
 def test_the_function_learns_once_that_replicas_wait(wrap, caplog):
@@ -82,7 +91,7 @@ def test_the_function_learns_once_that_replicas_wait(wrap, caplog):
     for _ in range(3):
         out = paceline.data_parallel(inner, X, ours.device_ids)
         assert torch.equal(out, expected)
-    assert len(caplog.records) == 1
+    assert len(begun_apart(caplog)) == 1
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -100,9 +109,8 @@ def test_replicas_that_wait_for_one_another_give_the_plain_results(
         model.eval()
     with torch.no_grad():
         twin.compare(lambda model, x: model(x), X)
-    (training, evaluation) = [r.getMessage() for r in caplog.records]
+    (training, evaluation) = begun_apart(caplog)
     assert training == evaluation
-    assert "torch.nn.SyncBatchNorm over ranks" in training
 
 
 def test_a_forked_child_may_run_replicas_that_wait(wrap):
