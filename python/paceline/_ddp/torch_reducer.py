@@ -6,6 +6,7 @@ reducer.  These two objects take the same calls as torch's, and apply them to ou
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -161,7 +162,10 @@ class ReducerFacade(_Facade):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Measure every ``sample_rate``-th step after the first ten."""
-        self._session.log.rate = int(sample_rate)
+        rate = operator.index(sample_rate)
+        if rate < 1:
+            raise ValueError(f"sample_rate is {rate}: give 1 or more")
+        self._session.log.rate = rate
 
     def _set_static_graph(self) -> None:
         """Declare that the graph never changes; see the wrapper's own."""

@@ -264,6 +264,8 @@ def test_the_last_of_several_gradients_gives_a_parameter_its_place(ranks):
 @as_torch()
 def test_steps_are_sampled_as_torch_samples_them(ranks, wrap):
     model = wrap(net())
+    with pytest.raises(TypeError):
+        model._set_ddp_runtime_logging_sample_rate(1.5)
     model._set_ddp_runtime_logging_sample_rate(4)
     for step in range(20):
         model(ranks.integers(3, 6, key=step)).sum().backward()
@@ -272,6 +274,8 @@ def test_steps_are_sampled_as_torch_samples_them(ranks, wrap):
 
 def test_real_buckets_are_told_where_they_are_several(ranks):
     model = ranks.wrap(net(), bucket_cap_mb=0.02)
+    with pytest.raises(ValueError, match="sample_rate is 0"):
+        model.reducer._set_ddp_runtime_logging_sample_rate(0)
     for step in range(3):
         model(ranks.integers(3, 6, key=step)).sum().backward()
     data = model._get_ddp_logging_data()
