@@ -50,8 +50,7 @@ typedef enum pl_ready_result {
     PL_COPIED,   /* the data was copied, or its copy enqueued: the caller may drop it */
     PL_LATE,     /* the bucket is posted: the caller keeps the data for write_late */
     PL_DEFERRED, /* the data is copied with its bucket: the caller keeps it unchanged
-                    until the bucket is posted (pl_reducer_n_posted), or the step has
-                    failed */
+                    until the bucket is posted, or the step has failed */
 } pl_ready_result;
 
 /* What all ranks must agree on before a world is made. */

@@ -10,8 +10,8 @@
 #include "reducer_state.h"
 
 enum {
-    WINDOWS = 16, /* on the means */
-    WINDOW_LEAST_BYTES = 1 << 16
+    N_SAMPLES = 16, /* of the means: each step checks one */
+    SAMPLE_LEAST_BYTES = 1 << 16
 };
 
 pl_status pl_reducer_mark_unused(pl_reducer *self, size_t param, const void *data,
@@ -206,9 +206,9 @@ pl_status pl_reducer_order(pl_reducer *self)
 
 /* After each step a rank computes a checksum of means that it got, and sends it with
  * the flags of the next step.  The ranks count the steps that they took together, and
- * each step has a window on the means: 1/16 of them and at least 64 KiB, so that this
- * costs less than 1 % of an exchange; or all of them.  Ranks with other bits have other
- * weights from then on, so no further step can be taken.
+ * each step checks a sample of the means: 1/16 of them and at least 64 KiB, so that
+ * this costs less than 1 % of an exchange; or all of them.  Ranks with other bits have
+ * other weights from then on, so no further step can be taken.
  *
  * A world of one host has no network.  Over a process group, sums are the group's. */
 static int is_checked(const pl_reducer *self)
@@ -226,23 +226,23 @@ static void sum_means(pl_reducer *self)
 {
     means_check *check = &self->check;
     const size_t n_all = self->plan->n_bytes;
-    size_t n_window = n_all / WINDOWS + PL_CACHE_LINE;
-    if (n_window < WINDOW_LEAST_BYTES)
-        n_window = WINDOW_LEAST_BYTES;
+    size_t n_sample = n_all / N_SAMPLES + PL_CACHE_LINE;
+    if (n_sample < SAMPLE_LEAST_BYTES)
+        n_sample = SAMPLE_LEAST_BYTES;
     if (check->kind == PLI_CHECK_ALL)
-        n_window = n_all;
+        n_sample = n_all;
     check->crc = 0;
     check->step = self->step;
     if (!is_checked(self) || n_all == 0)
         return;
-    const size_t n_windows = (n_all + n_window - 1) / n_window;
-    const size_t begin = check->n_steps++ % n_windows * n_window;
+    const size_t n_samples = (n_all + n_sample - 1) / n_sample;
+    const size_t begin = check->n_steps++ % n_samples * n_sample;
     for (size_t b = 0; b < self->plan->n_buckets; b++) {
         const pl_bucket_plan *bucket = &self->plan->buckets[b];
         size_t from = bucket->offset_bytes;
         size_t end = from + bucket->n_elems * pl_dtype_bytes(bucket->dtype);
         from = from > begin ? from : begin;
-        end = end < begin + n_window ? end : begin + n_window;
+        end = end < begin + n_sample ? end : begin + n_sample;
         if (end <= from)
             continue;
         check->first_bucket = check->crc == 0 ? b : check->first_bucket;

@@ -287,7 +287,7 @@ pl_status pl_step_take(pl_step *self, size_t i, pl_arrival arrival, int *is_due)
         goto done;
     if (arrival != PL_ARRIVES_ALONE)
         self->user_hooks = HOOKS_SEEN;
-    self->slots[i].is_deferred = (char)(arrival == PL_ARRIVES_BEFORE_HOOKS);
+    self->slots[i].takes_at_end = (char)(arrival == PL_ARRIVES_BEFORE_HOOKS);
     if (arrival == PL_ARRIVES_BEFORE_HOOKS)
         goto done;
     PL_TRY(check_is_first(self, i));
@@ -310,7 +310,7 @@ pl_status pl_step_take_in_context(pl_step *self, size_t i, long context)
                 "on GPUs with torch's own DistributedDataParallel");
     PL_TRY(enter(self, i, context, &is_in_step));
     if (is_in_step)
-        self->slots[i].is_deferred = 1;
+        self->slots[i].takes_at_end = 1;
 done:
     return st;
 }

@@ -151,8 +151,8 @@ int pli_forwards_begin_step(const pl_step *self, size_t i)
  * shows the step on either rank (say, the module keeps its loss), this second number is
  * not known, and the first must be the same.
  *
- * Ranks may also differ in the forward to which they assign a backward: each takes the
- * best match.  If one has skipped the first of two backwards, the next step shows it.
+ * Only counts are compared, not to which forward a backward belongs.  If one rank has
+ * skipped the first of two backwards, the next step shows it.
  */
 static uint8_t byte_of(unsigned n)
 {

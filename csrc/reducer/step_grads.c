@@ -4,11 +4,11 @@
  *
  *   event                  copy                view                     sparse
  *   ---------------------  ------------------  -----------------------  ---------
- *   gradient, bucket open  `.grad` -> slot     `.grad` -> slot or       counted
- *                                              += slot, `.grad` = none
+ *   gradient, bucket open  `.grad` -> slot     slot = or += `.grad`,    counted
+ *                                              `.grad` = none
  *   ... on a GPU           with its bucket     with its bucket, is      (copy)
  *                                              retained until then
- *   ... bucket is posted   counted as late     += slot->late            counted
+ *   ... bucket is posted   counted as late     slot->late += `.grad`    counted
  *   none in a backward     `.grad` -> slot     `.grad` -> slot, or      counted
  *                                              saved if it is in place
  *   second all-reduce      `.grad` -> slot     slot->late is added      none
@@ -726,8 +726,8 @@ pl_status pli_grads_complete(pl_step *self)
     pl_status st = PL_OK;
     for (size_t i = 0; i < self->n_slots; i++) {
         step_slot *slot = &self->slots[i];
-        if (slot->is_deferred) {
-            slot->is_deferred = 0;
+        if (slot->takes_at_end) {
+            slot->takes_at_end = 0;
             PL_TRY(POLICIES[slot->policy].take(self, i));
         } else if (self->reducer->slots[i].n_ready == 0) {
             PL_TRY(POLICIES[slot->policy].leave(self, i));
@@ -770,7 +770,7 @@ void pli_grads_drop(pl_step *self)
     for (size_t i = 0; i < self->n_slots; i++) {
         step_slot *slot = &self->slots[i];
         slot->mode = SLOT_UNTOUCHED;
-        slot->is_deferred = 0;
+        slot->takes_at_end = 0;
         replace_grad(self, &slot->target, NULL);
         replace_grad(self, &slot->late, NULL);
         replace_grad(self, &slot->retained, NULL);

@@ -23,7 +23,7 @@ typedef struct step_slot {
     unsigned n_sparse_dims; /* of the last gradient read; 0: dense */
     /* of the step under way */
     slot_mode mode;
-    char is_deferred;  /* taken at the end: a user's hook ran after ours */
+    char takes_at_end; /* a user's hook has yet to run, or it is in a context */
     char had_grad;     /* `.grad` existed before; set for views, with keeps_grads */
     char is_lazy;      /* copy: the target was, when it was read */
     pl_grad *target;   /* copy: tensor to write to; view: tensor that `.grad` stays;

@@ -245,8 +245,9 @@ static int is_active(const reducer_object *self)
     return self->step != NULL && pl_step_look(self->step).is_active;
 }
 
-/* An error that ends one wrapper's step has told of all worlds that have failed by then
- * (those of wrappers that wait for one another): their next forwards meet the ranks. */
+/* The error just raised stands for every world that has failed by now, of wrappers that
+ * wait for one another.  Marks each, so that its next forward makes a new world and
+ * does not raise again. */
 static void notice_failures(const module_state *state)
 {
     reducer_object *other = first_of(state->reducers);
@@ -560,7 +561,7 @@ static void end_compiled(const backward_end_object *self)
     if (is_main_thread() && call_soon(finish_compiled, reducer, self->handled) == 0)
         return;
     /* Nothing can be raised from here: the next forward raises. */
-    reducer->unseen = FAILURE_UNSEEN;
+    reducer->report = FAILURE_UNREPORTED;
     report_failure(reducer);
 }
 

@@ -38,7 +38,7 @@ typedef struct reducer_context {
 } reducer_context;
 
 /* Whether a step failed without an exception that could reach this rank's program. */
-typedef enum unseen_failure { NO_FAILURE_UNSEEN, FAILURE_UNSEEN } unseen_failure;
+typedef enum failure_report { FAILURE_REPORTED, FAILURE_UNREPORTED } failure_report;
 /* Whether the model was wrapped again: then another reducer has its parameters. */
 typedef enum attachment { ATTACHED, DETACHED } attachment;
 
@@ -59,7 +59,7 @@ typedef struct reducer_object {
     size_t n_params;
     reducer_buffer *buffers;
     size_t n_buffers;
-    unseen_failure unseen;
+    failure_report report;
     attachment attachment;
     PyObject *on_finish; /* called after each step, in the backward; or NULL */
     PyObject *comm_hook; /* serves a communication hook: comm_hook.c; or NULL */

@@ -628,8 +628,8 @@ static PyObject *reducer_check_failure(PyObject *object, PyObject *ignored)
     PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     (void)ignored;
-    if (self->unseen == FAILURE_UNSEEN) {
-        self->unseen = NO_FAILURE_UNSEEN;
+    if (self->report == FAILURE_UNREPORTED) {
+        self->report = FAILURE_REPORTED;
         return PyErr_Format(PyExc_RuntimeError,
                             "the last backward's gradients were not averaged: compiled "
                             "autograd ran it outside of the main thread and left "
