@@ -279,22 +279,30 @@ def test_a_stranger_on_the_store_runs_no_code_in_a_rank(tmp_path):
 def send_something_else(rank, _, backend, path):
     """Wrap a model, and average a number, while rank 1 sends what it should not."""
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=30))
-    pack, gather = _messages.pack, _messages.all_gather
+    pack, all_gather = _messages.pack, _messages.all_gather
     code, said = pickle.dumps(Code(path)), []
+    store = torch_groups.group_store(group)
+
+    def send_a_huge_size(message, gather, who):
+        """Raise after rank 0, which else might report this rank's own error."""
+        gather(torch.tensor([1 << 40]))
+        store.wait([f"raised/{len(said)}"])
+        raise PeerError("it has sent a huge size")
+
     for what in ("a pickle", "a huge size"):
         if rank == 1 and what == "a pickle":
             _messages.pack = lambda v: code if is_exchanged(v) else pack(v)
         elif rank == 1:
             _messages.pack = pack
-            _messages.all_gather = lambda _, gather, who: gather(
-                torch.tensor([1 << 40])
-            )
+            _messages.all_gather = send_a_huge_size
         for call in (lambda: wrap(group), lambda: paceline.mean(1.0)):
             try:
                 call()
             except Exception as error:
+                if rank == 0:
+                    store.set(f"raised/{len(said)}", "")
                 said.append(f"{type(error).__name__}: {error}")
-    _messages.all_gather = gather
+    _messages.all_gather = all_gather
     return said
 
 
