@@ -18,7 +18,7 @@ from paceline._ddp.mixed_precision import Precision
 
 MIB = 1 << 20
 VIEW_BYTES = 32 * 1024
-"""Gradients of at least this size become views of their buckets: csrc/reducer/step.h."""
+"""Gradients of at least this size become views of their buckets: reducer/step.h."""
 
 
 @dataclass(frozen=True)
