@@ -89,6 +89,14 @@ pl_status pli_fail_errno(const char *format, ...)
     return error == ENOMEM ? PL_ENOMEM : PL_ESYS;
 }
 
+size_t pl_dtype_bytes(pl_dtype dtype)
+{
+#define DTYPE_BYTES(name, number, bytes, text) [name] = (bytes),
+    static const size_t all[PL_N_DTYPES] = {PL_DTYPE_MAP(DTYPE_BYTES)};
+#undef DTYPE_BYTES
+    return (unsigned)dtype < PL_N_DTYPES ? all[dtype] : 0;
+}
+
 const char *pl_dtype_text(pl_dtype dtype)
 {
 #define DTYPE_TEXT(name, number, bytes, text) [name] = (text),

@@ -80,20 +80,7 @@ typedef enum pl_dtype {
 } pl_dtype;
 
 /* Bytes of one element; 0 if `dtype` is not a pl_dtype. */
-static inline size_t pl_dtype_bytes(pl_dtype dtype)
-{
-    switch (dtype) {
-#define PL_DTYPE_BYTES(name, number, bytes, text)                                      \
-    case name:                                                                         \
-        return bytes;
-        PL_DTYPE_MAP(PL_DTYPE_BYTES)
-#undef PL_DTYPE_BYTES
-    case PL_N_DTYPES:
-        break;
-    }
-    return 0;
-}
-
+size_t pl_dtype_bytes(pl_dtype dtype);
 const char *pl_dtype_text(pl_dtype dtype);
 
 typedef enum pl_reduction {

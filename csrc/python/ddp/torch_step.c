@@ -277,7 +277,7 @@ static pl_status make_rows(void *context, size_t i, const pl_table *table,
             : PyObject_CallFunction(state->sparse_room, "OO", param, Py_None);
     PyObject *mean = NULL;
     if (room != NULL && read_tuple(state, room, table, rows) == 0) {
-        if (all->indices != NULL)
+        if (all->indices != NULL && rows->indices != NULL)
             memcpy(rows->indices, all->indices, all->n_rows * sizeof *all->indices);
         mean = Py_NewRef(PyTuple_GET_ITEM(room, 2));
     }
