@@ -50,7 +50,7 @@ pl_status pli_calloc(size_t count, size_t size, const char *purpose, void *out)
         PL_FAIL(PL_ENOMEM, "%s: %zu x %zu bytes exceed the address space", purpose,
                 count, size);
     /* aligned_alloc needs a size that is a multiple of the alignment and not zero */
-    const size_t bytes = (count * size + PL_CACHE_LINE) / PL_CACHE_LINE * PL_CACHE_LINE;
+    const size_t bytes = pli_line_up(count * size + 1);
 #ifdef PL_FAULTS
     if (pli_fault_hit(PLI_FAULT_ALLOC))
         PL_FAIL(PL_ENOMEM, "%s: no memory for %zu bytes (injected by a test)", purpose,

@@ -16,6 +16,12 @@ pl_status pli_calloc(size_t count, size_t size, const char *purpose,
                      void *out) PL_MUST_USE;
 void pli_free(void *memory);
 
+/* Rounds up to whole cache lines. */
+static inline size_t pli_line_up(size_t n_bytes)
+{
+    return (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+}
+
 /* Makes room for one more element: if all *capacity elements of the array that `array`
  * points to are used (`n` of them, of `size` bytes), moves it to a longer one. */
 pl_status pli_grow(size_t n, size_t size, const char *purpose, size_t *capacity,

@@ -18,8 +18,7 @@ typedef struct draft {
 
 static size_t slot_bytes(const pl_param *param)
 {
-    const size_t n_bytes = param->n_elems * pl_dtype_bytes(param->dtype);
-    return (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+    return pli_line_up(param->n_elems * pl_dtype_bytes(param->dtype));
 }
 
 size_t pl_plan_bytes(const pl_param *params, size_t n_params)

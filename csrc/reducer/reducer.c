@@ -19,10 +19,10 @@ static arena_layout lay_out_arena(const pl_reducer_spec *spec)
     const int n_ranks =
         spec->world_size > PL_MAX_RANKS ? spec->world_size : PL_MAX_RANKS;
     arena_layout at = {.late = spec->n_params, .ranks = 2 * spec->n_params};
-    at.order = line_up(at.ranks + sizeof(rank_flags) * (size_t)n_ranks);
-    at.extra = at.order + line_up(spec->n_params * sizeof(uint32_t));
-    at.staging = at.extra + line_up(spec->extra_bytes);
-    const size_t end = at.staging + line_up(spec->staging_bytes);
+    at.order = pli_line_up(at.ranks + sizeof(rank_flags) * (size_t)n_ranks);
+    at.extra = at.order + pli_line_up(spec->n_params * sizeof(uint32_t));
+    at.staging = at.extra + pli_line_up(spec->extra_bytes);
+    const size_t end = at.staging + pli_line_up(spec->staging_bytes);
     at.buckets = (end + page - 1) / page * page;
     return at;
 }

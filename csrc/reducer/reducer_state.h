@@ -119,12 +119,6 @@ struct pl_reducer {
     pl_ticket last_ticket;
 };
 
-/* Rounds up to whole cache lines. */
-static inline size_t line_up(size_t n_bytes)
-{
-    return (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
-}
-
 static inline int pli_reducer_defers(const pl_reducer *self)
 {
     return self->deferred.copies != NULL;

@@ -514,7 +514,7 @@ static pl_status add_shard(const addition *adding, int shard, size_t offset,
     const pli_group_member *first = &adding->of->group->members[0];
     const pli_group_member *own = member_of_row(adding, adder);
     char *memory = adding->rooms[adding->rows[adder]].memory;
-    const size_t stride = (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+    const size_t stride = pli_line_up(n_bytes);
     const pl_rank_ranges ranges = {.to = memory,
                                    .from = memory,
                                    .stride_bytes = stride,

@@ -3,7 +3,7 @@
 
 #include "reducer_pair.h"
 
-enum { N_PARAMS = 40, N_ELEMS = 1 << 13, N_WINDOWS = 16 };
+enum { N_PARAMS = 40, N_ELEMS = 1 << 13, N_SAMPLES = 16 };
 
 static pl_param params[N_PARAMS];
 static float gradient[N_ELEMS];
@@ -77,7 +77,7 @@ TEST(a_changed_mean_is_an_error_on_every_rank_in_the_next_step)
 
 static void see_nothing(pair *it)
 {
-    for (int step = 0; step < 3 * N_WINDOWS; step++)
+    for (int step = 0; step < 3 * N_SAMPLES; step++)
         CHECK_OK(take_step(it, N_PARAMS, (size_t)step % N_PARAMS));
 }
 
@@ -97,11 +97,11 @@ static void rotate_over_all(pair *it)
     /* As in a world of several hosts. */
     for (int r = 0; r < 2; r++)
         it->comms[r]->host = NULL;
-    for (int step = 0; step < rand() % N_WINDOWS; step++)
+    for (int step = 0; step < rand() % N_SAMPLES; step++)
         CHECK_OK(take_step(it, N_PARAMS, SIZE_MAX));
-    while (n_steps <= N_WINDOWS && take_step(it, N_PARAMS, damaged) == PL_OK)
+    while (n_steps <= N_SAMPLES && take_step(it, N_PARAMS, damaged) == PL_OK)
         n_steps++;
-    CHECK(n_steps > 0 && n_steps <= N_WINDOWS);
+    CHECK(n_steps > 0 && n_steps <= N_SAMPLES);
 }
 
 TEST(the_window_comes_to_each_mean)

@@ -37,12 +37,7 @@ class ForwardPass:
 
     def watch(self, output: Any) -> bool:
         """Watch for the backward of ``output``, and tell whether that is possible."""
-        is_watched = False
-        for tensor in torch_core.tensors_with_graph(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self)  # type: ignore[no-untyped-call]
-                is_watched = True
-        return is_watched
+        return torch_core.hook_outputs(output, self)
 
     def forward_ends(self, output: Any, is_training: bool) -> None:
         """Watch the output, and count the forward for the step's flags."""

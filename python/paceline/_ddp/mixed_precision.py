@@ -150,9 +150,7 @@ def run(
     finally:
         if swap is not None:
             swap.restore()
-    for tensor in torch_core.tensors_with_graph(output):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(copies)  # type: ignore[no-untyped-call]
+    torch_core.hook_outputs(output, copies)
     return output
 
 

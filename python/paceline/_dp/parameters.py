@@ -133,9 +133,8 @@ class ModelCopies:
                     pairs.append((original, copy))
         for copy, hook in late:
             copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for output in torch_core.tensors_with_graph(outputs[0]) if pairs else ():
-            if output.grad_fn is not None:
-                output.register_hook(partial(_refuse_to_return, pairs))  # type: ignore[no-untyped-call]
+        if pairs:
+            torch_core.hook_outputs(outputs[0], partial(_refuse_to_return, pairs))
 
     def release(self) -> None:
         """Remove what a forward has set, in replicas that nothing else holds."""
