@@ -145,15 +145,25 @@ def torch_ddp_in_forward() -> Any:
     return active if active is not None and is_torch_ddp(active) else None
 
 
+_has_compiled = False
+
+
 def is_compile_used() -> bool:
     """Tell whether this process has used ``torch.compile``."""
+    global _has_compiled
     module = sys.modules.get("torch._dynamo.eval_frame")
-    if module is None:
-        return False
-    backends = getattr(module, "cached_backends", None)
-    if backends is None:
-        return True
-    return any(backends.values())  # None marks code that dynamo does not compile
+    if not _has_compiled and module is not None:
+        backends = getattr(module, "cached_backends", {"": True})
+        # None marks code that dynamo does not compile.  reset() clears the backends,
+        # but not the callback that compiles what this thread calls.
+        _has_compiled = any(backends.values()) or _has_eval_frame_callback()
+    return _has_compiled
+
+
+def _has_eval_frame_callback() -> bool:
+    native: Any = torch._C._dynamo.eval_frame
+    ask = getattr(native, "get_eval_frame_callback", None)
+    return ask is not None and ask() is not None
 
 
 def exchange_active_ddp(wrapper: Any) -> Any:
@@ -456,6 +466,7 @@ def _set_strategy(native: Any, strategy: Any, code: types.CodeType) -> None:
 skip_frames(
     is_compiled_autograd,
     is_in_backward,
+    _has_eval_frame_callback,
     increment_version,
     after_node,
     at_end_of_backward,
