@@ -69,14 +69,29 @@ static void copy_message(pli_rank *culprit, char *out)
     } while (pli_now_ns() < until);
 }
 
-static pl_status report_mismatch(int me, int r, const char *there, const char *here,
-                                 const char *message)
+/* On the rank at fault; PL_OK if other words fit. */
+static pl_status report_own(pli_reason reason, int me, const char *here,
+                            const char *message)
 {
-    if (r == me)
+    if (reason == PLI_RAISED)
+        return pli_fail(PL_EPEER, "rank %d: this rank's step failed (%s)%s", me, here,
+                        message);
+    if (reason == PLI_LATE)
+        return pli_fail(PL_ETIMEOUT,
+                        "rank %d: this rank kept the others waiting beyond the "
+                        "deadline (%s)%s",
+                        me, here, message);
+    if (reason == PLI_MISMATCH)
         return pli_fail(PL_EMISMATCH,
                         "rank %d: this rank issued another operation than the others "
                         "(%s): the ranks must run the same steps",
                         me, here);
+    return PL_OK;
+}
+
+static pl_status report_mismatch(int me, int r, const char *there, const char *here,
+                                 const char *message)
+{
     return pli_fail(PL_EMISMATCH,
                     "rank %d: rank %d issued another operation than this rank (%s "
                     "there, %s here): the ranks must run the same steps%s",
@@ -110,6 +125,9 @@ pl_status pli_failure_report(const pli_shm_segment *segment, const pli_failure *
     describe(pli_rank_of(segment, me), here, sizeof here);
     me += segment->first_rank;
     copy_message(culprit, message);
+    const pl_status own = r == me ? report_own(reason, me, here, message) : PL_OK;
+    if (own != PL_OK)
+        return own;
     switch (reason) {
     case PLI_RAISED:
         return pli_fail(

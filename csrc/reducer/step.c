@@ -103,10 +103,11 @@ done:
 pl_status pl_step_prepare(pl_step *self)
 {
     pl_status st = PL_OK;
-    if (!is_on_device(self))
-        goto done;
-    PL_TRY(pli_step_read_stream(self));
-    PL_TRY(pli_step_let_go(self, pl_reducer_prepare));
+    if (is_on_device(self)) {
+        PL_TRY(pli_step_read_stream(self));
+        PL_TRY(pli_step_let_go(self, pl_reducer_prepare));
+    }
+    pli_comm_record_activity(self->comm, PL_IDLE, 0);
 done:
     return st;
 }

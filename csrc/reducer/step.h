@@ -190,7 +190,7 @@ pl_status pl_step_create(const pl_step_spec *spec, pl_comm *comm, pl_backend *ba
                          pl_step **out) PL_MUST_USE;
 void pl_step_destroy(pl_step *step);
 
-/* Collective, before the first step: pl_reducer_prepare(). */
+/* Collective, before the first step: pl_reducer_prepare().  Construction is over. */
 pl_status pl_step_prepare(pl_step *step) PL_MUST_USE;
 
 /* Calls `visit` for each tensor that the step holds, until it returns non-zero; and

@@ -30,7 +30,7 @@ _CULPRIT = re.compile(
     r"rank (\d+)\b(?: \(process (?P<pid>\d+)\) died)?"
     r"|this rank is in a forward that rank (\d+)\b"
     r"|ranks \[(\d+)\] have not"
-    r"|this rank issued",
+    r"|this rank(?:'s step failed| kept| issued)",
     re.DOTALL,
 )
 _STEP = re.compile(r"\bstep (\d+), in ")

@@ -12,6 +12,7 @@ OWN = "\n\nIts own failure message:\n"
 FACTS = [  # the message, the rank at fault and its step
     (f"rank 0: the step has failed ({DIED})", 3, 5),
     (f"rank 1: the step of rank 0 failed (step 9, in forward){OWN}{DIED}", 3, 5),
+    (f"rank 1: this rank's step failed (step 9, in forward){OWN}KeyError", 1, 9),
     (f"rank 0: the step of rank 1 failed (step 9, in a){OWN}KeyError: {DIED}", 1, 9),
     (
         f"{DIED}{OWN}rank 3: the step of rank 0 failed (step 4, in a){OWN}rank 0: a",

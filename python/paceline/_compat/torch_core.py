@@ -5,6 +5,7 @@ Code outside ``_compat`` uses no private name of torch and does not check its ve
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -145,15 +146,25 @@ def torch_ddp_in_forward() -> Any:
     return active if active is not None and is_torch_ddp(active) else None
 
 
+_has_compiled = False
+
+
 def is_compile_used() -> bool:
     """Tell whether this process has used ``torch.compile``."""
+    global _has_compiled
     module = sys.modules.get("torch._dynamo.eval_frame")
-    if module is None:
-        return False
-    backends = getattr(module, "cached_backends", None)
-    if backends is None:
-        return True
-    return any(backends.values())  # None marks code that dynamo does not compile
+    if not _has_compiled and module is not None:
+        backends = getattr(module, "cached_backends", {"": True})
+        # None marks code that dynamo does not compile.  reset() clears the backends,
+        # but not the callback that compiles what this thread calls.
+        _has_compiled = any(backends.values()) or _has_eval_frame_callback()
+    return _has_compiled
+
+
+def _has_eval_frame_callback() -> bool:
+    native: Any = torch._C._dynamo.eval_frame
+    ask = getattr(native, "get_eval_frame_callback", None)
+    return ask is not None and ask() is not None
 
 
 def exchange_active_ddp(wrapper: Any) -> Any:
@@ -201,6 +212,18 @@ def increment_version(tensors: Any) -> None:
         return
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
+
+
+def versions_kept(tensors: list[torch.Tensor]) -> Any:
+    """Return a context whose writes to these tensors autograd does not count."""
+    keep: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    try:
+        return keep(tuple(tensors))
+    except AttributeError:  # one tensor at a time
+        stack = contextlib.ExitStack()
+        for tensor in tensors:
+            stack.enter_context(keep(tensor))
+        return stack
 
 
 def after_node(node: Any, call: Callable[[], Any]) -> None:
@@ -456,6 +479,7 @@ def _set_strategy(native: Any, strategy: Any, code: types.CodeType) -> None:
 skip_frames(
     is_compiled_autograd,
     is_in_backward,
+    _has_eval_frame_callback,
     increment_version,
     after_node,
     at_end_of_backward,

@@ -183,6 +183,9 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - While a forward awaits its backward, whose graph may have saved buffers, later
       forwards keep theirs; if no backward comes, this lasts until the next step.
       In a join context forwards only take over buffers that came with a step.
+    - Wrappers may share parts.  A buffer that the graph of another wrapper has saved
+      must not change before its backward, which raises autograd's own error; statistics
+      of batch and instance norms in training may, since no backward needs them.
     - Each step carries the number of forwards since the last one.  If ranks are not in
       the same step (one has caught an exception between forward and backward), all
       raise ``MismatchError``.  If a forward must not be trained, run it under

@@ -87,7 +87,9 @@ def _begin_training(
 def _take_buffers(session: Session, reducer: _native.Reducer) -> None:
     """Take over rank 0's buffers, which torch's class sends before each forward."""
     if not session.join.is_active:
-        reducer.sync_buffers()
+        # The graph of another wrapper, or a retained one, may have saved statistics.
+        with torch_core.versions_kept(session.model.statistics()):
+            reducer.sync_buffers()
     elif not torch_core.is_in_backward():
         reducer.apply_buffers()
 

@@ -36,6 +36,10 @@ WRAP_ONCE = (
 
 
 _ANY = object()  # stands for any buffer
+_NORM_FORWARDS = (
+    torch.nn.BatchNorm1d.forward,
+    torch.nn.InstanceNorm1d.forward,
+)
 
 Description = list[tuple[str, str, str]]
 """The kind, name and text of each tensor."""
@@ -53,6 +57,9 @@ class Model:
     parameters: list[tuple[str, torch.nn.Parameter]]
     # All that are not ignored: full name, their `_buffers`, and the name there.
     buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
+    # Parts whose forward in training writes their statistics, which autograd does not
+    # count: their backward needs those of the batch.
+    norms: list[torch.nn.Module] = field(default_factory=list, repr=False)
     declared_sparse: frozenset[int] = field(default=frozenset(), repr=False)
     unaveraged: frozenset[int] = field(default=frozenset(), repr=False)
     uncopied: frozenset[int] = field(default=frozenset(), repr=False)
@@ -70,6 +77,7 @@ class Model:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         averaged: dict[int, tuple[str, torch.nn.Parameter]] = {}
         places: dict[int, tuple[dict[str, Any], str]] = {}
+        norms = []
         listed = list(module.named_parameters())
         for prefix, part in module.named_modules():
             for name, p in torch_groups.own_parameters(part):
@@ -81,6 +89,8 @@ class Model:
                 for name, p in torch_groups.dtensor_parameters(part)
             ]
             held = _as_dict(part._buffers)
+            if type(part).forward in _NORM_FORWARDS and "running_mean" in held:
+                norms.append(part)
             for name, buffer in held.items():
                 places.setdefault(id(buffer), (held, name))
         copied = {id(p): (name, p) for name, p in listed if name not in ignored}
@@ -99,6 +109,7 @@ class Model:
             list(averaged.values())
             + [named for key, named in copied.items() if key not in averaged],
             buffers,
+            norms,
             _declared_sparse(module),
             unaveraged=frozenset(copied.keys() - averaged.keys()),
             uncopied=frozenset(averaged.keys() - copied.keys()),
@@ -128,6 +139,16 @@ class Model:
         if has_buffers:
             tensors += [owner[name] for _, owner, name in self.buffers]
         return tensors
+
+    def statistics(self) -> list[torch.Tensor]:
+        """Return the statistics of :attr:`norms` that are in training."""
+        return [
+            buffer
+            for part in self.norms
+            if part.training
+            for name in ("running_mean", "running_var")
+            if (buffer := part._buffers[name]) is not None
+        ]
 
     def without(self, *, frozen: bool, buffers: bool) -> Model:
         """Return the model without its frozen parameters, or without its buffers."""

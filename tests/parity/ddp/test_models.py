@@ -103,6 +103,55 @@ def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_syn
     assert module.passing.item() == from_rank
 
 
+class Counts(nn.Module):
+    """Adds the sum of the batches so far, a buffer, to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(6))
+
+    def forward(self, x):
+        y = x + self.total
+        if self.training:
+            self.total += x.detach().sum(dim=(0, 1))
+        return y
+
+
+def one_loss_of_all(wrappers, x):
+    sum(wrapper(x).square().sum() for wrapper in wrappers).backward()
+
+
+def a_loss_each(wrappers, x):
+    for wrapper in wrappers:
+        wrapper(x).square().sum().backward()
+
+
+def one_in_evaluation(wrappers, x):
+    first, other, *_ = wrappers
+    frozen = other.eval()(x).square().sum()
+    other.train()
+    (first(x).square().sum() + frozen).backward()
+
+
+@as_torch(
+    part=[nn.BatchNorm1d, nn.InstanceNorm1d, Counts],
+    losses=[one_loss_of_all, a_loss_each, one_in_evaluation],
+)
+def test_wrappers_may_share_a_backbone_with_buffers(ranks, wrap, part, losses):
+    """Rank 0's statistics come while the graph of another wrapper has saved them."""
+    norm = part() if part is Counts else part(5, track_running_stats=True, affine=True)
+    backbone = nn.Sequential(nn.Linear(6, 6), norm)
+    wholes = [nn.Sequential(backbone, nn.Linear(6, n)) for n in (1, 2)]
+    wrappers = [wrap(module) for module in (*wholes, backbone)]
+    for step in range(3):
+        x = torch.randn(4, 5, 6, generator=ranks.generator(step)) + ranks.rank
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        losses(wrappers, x)
+        yield [p.grad for wrapper in wrappers for p in wrapper.parameters()]
+        yield list(backbone.buffers())
+
+
 class Boxed(torch.Tensor):
     """A tensor without memory, whose values are in another tensor."""
 

@@ -164,6 +164,67 @@ def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, backend, w
         assert_same_grads(module, twin.plain, key)
 
 
+def traced_files():
+    """The files of the frames that dynamo has compiled, or tried to."""
+    from torch._dynamo.convert_frame import input_codes
+
+    codes = [reference() for reference in input_codes.seen]
+    return {code.co_filename for code in codes if code is not None}
+
+
+class Around(nn.Module):
+    """A forward of the user's own: dynamo may skip those of torch's containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = exact()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+COMPILES = {
+    "plain": {},
+    "fullgraph": {"fullgraph": True},
+    "few": {"dynamic": False},
+}
+
+
+@on_ranks(options=[*COMPILES])
+def test_dynamo_traces_nothing_of_ours_wherever_it_is_reset(ranks, options):
+    from torch._dynamo import config
+
+    few = {"cache_size_limit": 1} if options == "few" else {}
+    torch._dynamo.reset()
+    twin = Twin(ranks, Around())
+    ours = torch.compile(twin.ours, backend="eager", **COMPILES[options])
+    files = set()
+    with config.patch(**few):
+        for step in range(5):
+            twin.zero()
+            x = x_of(ranks, step)[: 2 + step % 2]
+            for at in range(4):
+                if at == step:
+                    files |= traced_files()
+                    torch._dynamo.reset()
+                if at == 0:
+                    loss = ours(x).sum()
+                elif at == 1:
+                    loss.backward()
+                elif at == 2:
+                    with torch.no_grad():
+                        ours.eval()(x)
+                else:
+                    ours(x)
+                    ours.train()
+            twin.plain(x).sum().backward()
+            twin.average()
+            assert_same_grads(twin.ours.module, twin.plain, step)
+    files |= traced_files()
+    assert files
+    assert not [file for file in files if "paceline" in file]
+
+
 # ---- copies --------------------------------------------------------------------------
 
 
