@@ -171,15 +171,9 @@ def _put_back(target: Any, state: Any) -> None:
 # ---- random states ------------------------------------------------------------------
 
 
-def _rank_and_ranks(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(process_group), dist.get_world_size(process_group)
-
-
 def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     """Return the random states of all ranks in plain containers; used on rank 0."""
-    rank, n_ranks = _rank_and_ranks(process_group)
+    rank, n_ranks = torch_groups.rank_and_size(process_group)
     cuda: list[Tensor] = []
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state_all()
@@ -259,7 +253,7 @@ def _check_random_states(path: Any, of_ranks: Any) -> None:
 
 
 def _set_random_states(path: Any, of_ranks: list[Any]) -> None:
-    rank, n_ranks = _rank_and_ranks()
+    rank, n_ranks = torch_groups.rank_and_size()
     if n_ranks != len(of_ranks):
         warnings.warn(
             f"{path} has the random states of {len(of_ranks)} rank(s), and {n_ranks} "
@@ -321,8 +315,8 @@ def save(
     Raises
     ------
     ValueError
-        If `prefix` is another word, or if `rng` is set and `obj` is not a dict or has
-        the key ``"rng"`` already.
+        If `prefix` is another word; if `rng` is set and `obj` is not a dict or has the
+        key ``"rng"`` already; in a rank (by ``WORLD_SIZE``) without a process group.
     OSError
         If the file cannot be written: no space, no permission, no folder.
 
@@ -348,7 +342,7 @@ def save(
         if not isinstance(obj, dict) or _RNG in obj:
             raise ValueError(f"rng=True needs a dict without the key {_RNG!r}")
         obj = {**obj, _RNG: _random_states(process_group)}
-    if _rank_and_ranks(process_group)[0] != 0:
+    if torch_groups.rank_and_size(process_group)[0] != 0:
         return
     state = _plain(obj, prefix == "strip")
     write_whole(Path(path), lambda file: save_summed(state, file))
@@ -440,6 +434,7 @@ def load(
             if name not in parts:
                 raise ValueError(f"{path} has no {name!r}: it holds {list(parts)}")
         if rng:
+            torch_groups.rank_and_size()  # raises in a rank without a group
             _check_random_states(path, state[_RNG])
         pairs = [pair for n in objects for pair in _pairs(n, objects[n], state[n])]
         # Optimizers first: they are loaded even if a model then raises.

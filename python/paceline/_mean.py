@@ -18,7 +18,7 @@ def mean(x: Any) -> Any:
     """Return the mean over ranks of a number or a tensor, or of each in a dict.
 
     All ranks must call it together, each with its own value; all get the same result.
-    Without a process group there is one rank.
+    A plain single process needs no process group.
 
     Parameters
     ----------
@@ -36,6 +36,8 @@ def mean(x: Any) -> Any:
     ------
     TypeError, paceline.MismatchError
         If `x` is something else; on every rank, if names, shapes or dtypes differ.
+    ValueError
+        In a rank (``WORLD_SIZE`` is set) without a process group.
     paceline.PeerError, paceline.PeerTimeoutError
         If a rank ends, or does not call ``mean()`` within the process group's timeout.
 
@@ -57,7 +59,7 @@ def mean(x: Any) -> Any:
     except Exception as error:  # any error: the other ranks must learn of it
         problem = error
     flat = torch.cat(parts)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if torch_groups.rank_and_size()[1] > 1:
         flat = _reduce(spec[2:], flat, problem)
     elif problem is not None:
         raise problem

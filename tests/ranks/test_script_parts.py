@@ -139,7 +139,7 @@ def test_only_what_another_rank_has_done_is_said_to_be_its_fault(
 
     for name, value in {"initialized": True, "rank": 0, "world_size": 2}.items():
         face = f"is_{name}" if value is True else f"get_{name}"
-        monkeypatch.setattr(torch.distributed, face, lambda value=value: value)
+        monkeypatch.setattr(torch.distributed, face, lambda *_, value=value: value)
     monkeypatch.setattr(torch_groups, "default_group", lambda: None)
     monkeypatch.setattr(_messages, "all_gather_by", fail)
     with pytest.raises(RuntimeError) as caught:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.utils import _cast_forward_inputs
 
+from paceline import _environment
+
 _LATE = re.compile("tim(ed|e)[- ]?out", re.IGNORECASE)
 _LOST = re.compile("by peer|broken pipe|ncclRemoteError", re.IGNORECASE)
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -70,6 +72,23 @@ def group_rank(group: dist.ProcessGroup) -> int:
     if not hasattr(group, "rank"):
         return -1  # the token that new_group() returns on ranks outside
     return int(group.rank())
+
+
+def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return this process's rank in `group`, by default torch's, and its size.
+
+    Without a group, return those of a single process, or raise ValueError in a process
+    that a launcher has started as one of several ranks.
+    """
+    if group is not None or dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    if size := _environment.world_size():
+        raise ValueError(
+            f"WORLD_SIZE is {size}, but there is no process group: call "
+            "paceline.init() before this, and destroy_process_group() after it; in a "
+            "process that is not a rank, unset WORLD_SIZE"
+        )
+    return 0, 1
 
 
 def is_group_or_token(value: Any) -> bool:
