@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from paceline import _environment
 from paceline._launch import payloads, rank
-from paceline._launch.messages import Call, Failure, unpack_exception
+from paceline._launch.messages import Call, Failure, Result, unpack_exception
 from paceline._launch.processes import Processes
 
 _ADDRESS = "127.0.0.1"
@@ -34,12 +34,16 @@ class RankError(RuntimeError):
     Attributes
     ----------
     rank : int
-        The rank that failed first.
+        The rank that failed first, or whose result cannot be pickled or unpickled.
+    results : dict
+        What the ranks returned that had returned by then, by rank.
     """
 
-    def __init__(self, message: str, rank: int = -1) -> None:
+    def __init__(
+        self, message: str, rank: int = -1, results: dict[int, Any] | None = None
+    ) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.results = rank, results or {}
 
 
 RankError.__module__ = "paceline"
@@ -51,7 +55,7 @@ class _Report:
 
     rank: int
     time: float
-    result: bytes | None = None
+    result: Result | None = None
     failure: Failure | None = None
     words: str = ""
 
@@ -70,10 +74,27 @@ def run(n: int, call: Call) -> list[Any]:
         failed = [report for report in reports if report.result is None]
         if not failed:
             processes.wait_until_ended()
+    results: dict[int, Any] = {}
+    lost: list[tuple[int, str, Exception]] = []
+    for report in sorted(reports, key=lambda each: each.rank):
+        if report.result is not None:
+            try:
+                results[report.rank] = _unpack(report.result)
+            except Exception as error:  # any: it is the user's object
+                lost.append((report.rank, report.result.name, error))
     if failed:
-        _raise(min(failed, key=lambda each: (each.is_consequence, each.time)), n)
-    by_rank = sorted(reports, key=lambda each: each.rank)
-    return [payloads.unpack(each.result) for each in by_rank if each.result is not None]
+        first = min(failed, key=lambda each: (each.is_consequence, each.time))
+        _raise(first, n, results)
+    for number, name, why in lost:
+        words = f"rank {number} of {n}: {name} cannot be sent to the caller: {why}"
+        raise RankError(words, number, results) from why
+    return [*results.values()]
+
+
+def _unpack(result: Result) -> Any:
+    if result.problem:
+        raise TypeError(result.problem)
+    return payloads.unpack(result.packed)
 
 
 @contextmanager
@@ -148,13 +169,13 @@ def _report(rank: int, outcome: bytes | str) -> _Report:
 # ---- what failed --------------------------------------------------------------------
 
 
-def _raise(report: _Report, n: int) -> None:
+def _raise(report: _Report, n: int, results: dict[int, Any]) -> None:
     who = f"rank {report.rank} of {n}"
     if report.failure is None:
-        raise RankError(f"{who} ended early: {report.words}", report.rank)
+        raise RankError(f"{who} ended early: {report.words}", report.rank, results)
     original, name, text = unpack_exception(report.failure.packed)
     message = f"{who} raised {name}.\nOriginal {text}"
-    raise RankError(message, report.rank) from original
+    raise RankError(message, report.rank, results) from original
 
 
 def cell_sources() -> dict[str, Any]:
