@@ -121,6 +121,15 @@ _TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
 WRAPPERS: tuple[Any, ...] = _TorchDP, _TorchDDP
 
 
+def name_inside(module: Any) -> str:
+    """Return the attribute of a wrapper that has the module inside, or ""."""
+    if isinstance(module, WRAPPERS):
+        return "module"
+    compiler = sys.modules.get("torch._dynamo")  # its import takes seconds
+    is_compiled = isinstance(module, getattr(compiler, "OptimizedModule", ()))
+    return "_orig_mod" if is_compiled else ""
+
+
 def is_torch_ddp(module: Any) -> bool:
     """Tell whether a module is torch's DistributedDataParallel, and not ours.
 

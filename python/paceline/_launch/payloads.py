@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import operator
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -25,12 +26,8 @@ class _Unwrapping:
     class Pickler(_cloudpickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, torch_core.WRAPPERS[1]):
-                return _itself, (value.module,)
+                return operator.itemgetter(0), ([value.module],)
             return super().reducer_override(value)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def pack(value: Any, pickle_module: Any = _cloudpickle) -> bytes:
@@ -49,6 +46,13 @@ def pack_result(value: Any) -> Result:
         name = _name_culprit(name, [(name, value)], _Unwrapping)
         return Result(name, b"", f"{type(error).__name__}: {error}")
     return Result(f"{name} (of type {type(value).__name__})", packed)
+
+
+def unpack_result(result: Result) -> Any:
+    """Return what a rank returned; raise an error if it could not be packed."""
+    if result.problem:
+        raise TypeError(result.problem)
+    return unpack(result.packed)
 
 
 def unpack(packed: bytes) -> Any:

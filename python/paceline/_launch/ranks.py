@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -39,11 +39,9 @@ class RankError(RuntimeError):
         What the ranks returned that had returned by then, by rank.
     """
 
-    def __init__(
-        self, message: str, rank: int = -1, results: dict[int, Any] | None = None
-    ) -> None:
+    def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
-        self.rank, self.results = rank, results or {}
+        self.rank, self.results = rank, dict[int, Any]()
 
 
 RankError.__module__ = "paceline"
@@ -58,10 +56,16 @@ class _Report:
     result: Result | None = None
     failure: Failure | None = None
     words: str = ""
+    lost: Exception | None = None  # why the result cannot be used
 
     @property
     def is_consequence(self) -> bool:
         return self.failure is not None and self.failure.is_consequence
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """The report of the first cause is the least."""
+        return self.is_consequence, self.lost is not None, self.time
 
 
 def run(n: int, call: Call) -> list[Any]:
@@ -75,26 +79,15 @@ def run(n: int, call: Call) -> list[Any]:
         if not failed:
             processes.wait_until_ended()
     results: dict[int, Any] = {}
-    lost: list[tuple[int, str, Exception]] = []
-    for report in sorted(reports, key=lambda each: each.rank):
-        if report.result is not None:
-            try:
-                results[report.rank] = _unpack(report.result)
-            except Exception as error:  # any: it is the user's object
-                lost.append((report.rank, report.result.name, error))
+    for each in sorted(reports, key=lambda each: each.rank):
+        try:
+            if each.result is not None:
+                results[each.rank] = payloads.unpack_result(each.result)
+        except Exception as error:  # any: it is the user's object
+            failed.append(replace(each, lost=error))
     if failed:
-        first = min(failed, key=lambda each: (each.is_consequence, each.time))
-        _raise(first, n, results)
-    for number, name, why in lost:
-        words = f"rank {number} of {n}: {name} cannot be sent to the caller: {why}"
-        raise RankError(words, number, results) from why
+        _raise(min(failed, key=lambda each: each.order), n, results)
     return [*results.values()]
-
-
-def _unpack(result: Result) -> Any:
-    if result.problem:
-        raise TypeError(result.problem)
-    return payloads.unpack(result.packed)
 
 
 @contextmanager
@@ -170,12 +163,18 @@ def _report(rank: int, outcome: bytes | str) -> _Report:
 
 
 def _raise(report: _Report, n: int, results: dict[int, Any]) -> None:
-    who = f"rank {report.rank} of {n}"
-    if report.failure is None:
-        raise RankError(f"{who} ended early: {report.words}", report.rank, results)
-    original, name, text = unpack_exception(report.failure.packed)
-    message = f"{who} raised {name}.\nOriginal {text}"
-    raise RankError(message, report.rank, results) from original
+    original, who = report.lost, f"rank {report.rank} of {n}"
+    if report.result is not None:
+        name = report.result.name
+        message = f"{who}: {name} cannot be sent to the caller: {original}"
+    elif report.failure is None:
+        message = f"{who} ended early: {report.words}"
+    else:
+        original, name, text = unpack_exception(report.failure.packed)
+        message = f"{who} raised {name}.\nOriginal {text}"
+    error = RankError(message, report.rank)
+    error.results = results
+    raise error from original
 
 
 def cell_sources() -> dict[str, Any]:
