@@ -202,7 +202,8 @@ def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     if n_ranks <= 1:
         return [vars(mine)]
     group = process_group or torch_groups.default_group()
-    rows = _messages.all_gather_by(group, _messages.pack(mine))
+    with _messages.awaited("save(rng=True)", group):
+        rows = _messages.all_gather_by(group, _messages.pack(mine))
     if rank != 0:
         return []
     return [
@@ -336,6 +337,8 @@ def save(
         key ``"rng"`` already; in a rank (by ``WORLD_SIZE``) without a process group.
     OSError
         If the file cannot be written: no space, no permission, no folder.
+    paceline.PeerError, paceline.PeerTimeoutError
+        With `rng`, if a rank ends or does not call `save` within the group's timeout.
 
     Examples
     --------

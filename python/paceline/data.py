@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from paceline._compat import torch_core, torch_groups
 
@@ -69,6 +69,9 @@ class BatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            words = "give its data set: BatchSampler(loader.dataset, batch_size)"
+            raise TypeError(f"dataset is a DataLoader: {words}")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             words = f"dataset is a {type(dataset).__name__}, which has no len()"
             raise TypeError(f"{words}: for streams use MosaicML Streaming")
@@ -178,7 +181,7 @@ class BatchSampler(Sampler[list[int]]):
         if self._shuffle:
             generator = torch.Generator().manual_seed((self._seed + epoch) % 2**63)
             rows = torch.randperm(self._n_rows, generator=generator, device="cpu")
-        return torch.cat([torch.tensor(carried).to(rows), rows])[n_taken:]
+        return torch.cat([torch.tensor(carried, device="cpu").to(rows), rows])[n_taken:]
 
 
 class _Pass(Iterator[list[int]]):

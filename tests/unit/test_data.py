@@ -203,6 +203,7 @@ class Unsized:
 REFUSALS = [
     ((Stream(), 2), {}, TypeError, "dataset is a Stream.*Streaming"),
     ((Unsized(), 2), {}, TypeError, "dataset is a Unsized"),
+    ((DataLoader(range(8)), 2), {}, TypeError, r"BatchSampler\(loader.dataset, batch_"),
     ((range(8), 0), {}, ValueError, "batch_size is 0: give an integer from 1"),
     ((range(8), 2.0), {}, TypeError, r"batch_size is 2\.0: give an integer"),
     ((range(8), 2), {"seed": -1}, ValueError, "seed is -1"),
@@ -255,6 +256,22 @@ def test_a_loader_that_gives_batches_in_another_order_is_refused():
     loader.in_order = False  # an argument from torch 2.6 on
     with pytest.raises(ValueError, match="counts batches in order"):
         iter(loader)
+
+
+def test_batches_are_not_taken_for_rows():
+    for options in ({}, {"batch_size": 4}, {"batch_size": 4, "drop_last": True}):
+        loader = DataLoader(range(8), sampler=BatchSampler(range(8), 2), **options)
+        with pytest.raises(TypeError, match=r"DataLoader\(batch_sampler=sampler\)"):
+            list(loader)
+
+
+def test_rows_are_dealt_under_another_default_device():
+    expected = list(BatchSampler(range(8), 2))
+    with torch.device("meta"):
+        sampler = BatchSampler(range(8), 2)
+        assert list(sampler) == expected
+        sampler.load_state_dict(sampler.state_dict())
+        assert sorted(itertools.chain(*sampler)) == list(range(8))
 
 
 class Averages(Dataset):
