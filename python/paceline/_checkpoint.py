@@ -28,8 +28,7 @@ from paceline._files import write_whole
 
 PREFIX = "module."
 _PARTS = (PREFIX, "_orig_mod.")
-_RECORD = "_paceline_prefix"
-"""The attribute of a state dict in a file that has the prefix of its keys."""
+_RECORD = "_paceline_prefix"  # of a state dict in a file: the prefix of its keys
 _RNG = "rng"
 _log = logging.getLogger("paceline")
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -79,14 +78,6 @@ def secret() -> bytes | None:
 def of_launcher(name: str) -> str:
     """Return a variable of launchers or torch, or "N/A" as in torch's logs."""
     return os.environ.get(name, "N/A")
-
-
-def world_size() -> str:
-    """Return ``WORLD_SIZE`` if it tells this process of other ranks, else ""."""
-    # A process of multiprocessing, such as a DataLoader's, has it from its parent.
-    is_child = multiprocessing.parent_process() is not None
-    size = os.environ.get("WORLD_SIZE", "").strip()
-    return "" if is_child or size == "1" else size
 
 
 def start() -> str:

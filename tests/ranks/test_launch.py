@@ -439,6 +439,17 @@ def test_a_result_that_cannot_come_here_leaves_those_of_other_ranks(name):
     assert caught.value.__cause__ is not None
 
 
+def test_a_rank_that_raised_counts_before_a_result_that_was_lost():
+    def act():
+        if dist.get_rank() == 0:
+            return threading.Lock()
+        time.sleep(0.5)
+        raise ConnectionError("mine")
+
+    with pytest.raises(paceline.RankError, match="rank 1 of 2 raised Connection"):
+        paceline.launch(act, 2)
+
+
 def test_a_wrapper_comes_as_its_module():
     def train():
         model = paceline.DistributedDataParallel(nn.Linear(4, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import multiprocessing
 import os
 import re
 import time
@@ -15,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.utils import _cast_forward_inputs
-
-from paceline import _environment
 
 _LATE = re.compile("tim(ed|e)[- ]?out", re.IGNORECASE)
 _LOST = re.compile("by peer|broken pipe|ncclRemoteError", re.IGNORECASE)
@@ -82,7 +81,9 @@ def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """
     if group is not None or dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
-    if size := _environment.world_size():
+    size = os.environ.get("WORLD_SIZE", "").strip()
+    # A process of multiprocessing, such as a DataLoader's, has it from its parent.
+    if size not in ("", "1") and multiprocessing.parent_process() is None:
         raise ValueError(
             f"WORLD_SIZE is {size}, but there is no process group: call "
             "paceline.init() before this, and destroy_process_group() after it; in a "

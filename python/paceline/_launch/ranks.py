@@ -62,11 +62,6 @@ class _Report:
     def is_consequence(self) -> bool:
         return self.failure is not None and self.failure.is_consequence
 
-    @property
-    def order(self) -> tuple[bool, bool, float]:
-        """The report of the first cause is the least."""
-        return self.is_consequence, self.lost is not None, self.time
-
 
 def run(n: int, call: Call) -> list[Any]:
     """Make a call on each of n new ranks; return the results, by rank.
@@ -86,7 +81,10 @@ def run(n: int, call: Call) -> list[Any]:
         except Exception as error:  # any: it is the user's object
             failed.append(replace(each, lost=error))
     if failed:
-        _raise(min(failed, key=lambda each: each.order), n, results)
+        # A rank that failed counts before a result that was lost.
+        raised = [each for each in failed if each.lost is None] or failed
+        first = min(raised, key=lambda each: (each.is_consequence, each.time))
+        _raise(first, n, results)
     return [*results.values()]
 
 
