@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, Generic, Literal
 
@@ -26,42 +27,53 @@ from paceline._compat import torch_core, torch_groups
 from paceline._files import write_whole
 
 PREFIX = "module."
+_PARTS = (PREFIX, "_orig_mod.")
+_RECORD = "_paceline_prefix"  # of a state dict in a file: the prefix of its keys
 _RNG = "rng"
 _log = logging.getLogger("paceline")
 
 Wrapped = TypeVar("Wrapped", bound=torch.nn.Module, default=Any)
 
 
-def has_prefix(state: Any) -> bool:
-    """Tell whether all keys begin with ``module.``, as those of a wrapper do."""
-    return (
-        isinstance(state, dict)
-        and bool(state)
-        and all(isinstance(key, str) and key.startswith(PREFIX) for key in state)
-    )
+def inside(obj: Any) -> tuple[Any, str]:
+    """Return the module inside all wrappers, and the prefix that its keys have."""
+    prefix = ""
+    while name := torch_core.name_inside(obj):
+        obj, prefix = getattr(obj, name), f"{prefix}{name}."
+    return obj, prefix
 
 
-def unwrap(module: Any) -> Any:
-    """Return the module inside a data-parallel wrapper, or the object itself."""
-    if isinstance(
-        module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    ):
-        return module.module
-    return module
+def _prefixes(state: Any) -> list[str]:
+    """Return what all keys may have from wrappers: "", and ever longer prefixes."""
+    keys = list(state) if isinstance(state, Mapping) else []
+    if not keys or not all(isinstance(key, str) for key in keys):
+        return [""]
+    words = takewhile(_PARTS.__contains__, (f"{w}." for w in keys[0].split(".")))
+    found = accumulate(words, initial="")
+    return [p for p in found if all(key.startswith(p) for key in keys)]
 
 
-def strip_prefix(state: dict[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state dict without a wrapper's prefix, in its metadata too."""
+def _bare_keys(state: Any) -> Any:
+    """Return a state dict without its prefix, by the file's record or by the keys."""
+    # Without a record: the module may have a child called `module`, so each one once.
+    once = [p for p in _prefixes(state) if max(map(p.count, _PARTS)) < 2]
+    return strip(state, getattr(state, _RECORD, once[-1]))
+
+
+def strip(state: Any, prefix: str) -> Any:
+    """Return a state dict without a prefix of its keys, in its metadata too."""
+    if not prefix:
+        return state
     stripped = OrderedDict(
-        (key.removeprefix(PREFIX), value) for key, value in state.items()
+        (key.removeprefix(prefix), value) for key, value in state.items()
     )
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         # "" is the wrapper's entry; the entry of the wrapped module replaces it.
         stripped._metadata = OrderedDict(  # type: ignore[attr-defined]
-            ("" if key == "module" else key.removeprefix(PREFIX), value)
+            (f"{key}.".removeprefix(prefix)[:-1], value)
             for key, value in metadata.items()
-            if key == "module" or key.startswith(PREFIX)
+            if f"{key}.".startswith(prefix)
         )
     return stripped
 
@@ -113,20 +125,24 @@ class LoadsEither(torch.nn.Module, Generic[Wrapped]):
 
 def _keys_for(bare: torch.nn.Module, state: Any) -> Any:
     """Return a state dict with the keys that a bare model loads."""
-    is_wrapped = has_prefix(state) and not is_of_bare(bare, state)
-    return strip_prefix(state) if is_wrapped else state
+    fits, own = _prefixes(state), set(bare.state_dict())
+    counts = {len(own.intersection(strip(state, p))): p for p in fits if fits[1:]}
+    return strip(state, counts[max(counts)] if counts else "")
 
 
 def _plain(obj: Any, is_stripped: bool) -> Any:
     """Return an object's state dict; in a container, do so for each entry."""
     kind = type(obj)
     if callable(getattr(obj, "state_dict", None)) and not isinstance(obj, type):
-        # A bare model may have a child called `module`: keep its keys.
-        is_stripped = is_stripped and unwrap(obj) is not obj
-        obj = obj.state_dict()
-        return strip_prefix(obj) if is_stripped else obj
-    if is_stripped and has_prefix(obj):
-        return strip_prefix(obj)
+        state, prefix = obj.state_dict(), inside(obj)[1]
+        if prefix not in _prefixes(state):
+            prefix = ""  # a subclass of a wrapper may return other keys
+        state = strip(state, prefix) if is_stripped else state
+        if isinstance(obj, torch.nn.Module) and type(state) is OrderedDict:
+            setattr(state, _RECORD, "" if is_stripped else prefix)
+        return state
+    if is_stripped and isinstance(obj, dict) and len(_prefixes(obj)) > 1:
+        return _bare_keys(obj)
     if kind in (dict, OrderedDict) and not hasattr(obj, "_metadata"):
         return kind((key, _plain(value, is_stripped)) for key, value in obj.items())
     if kind in (list, tuple):
@@ -163,7 +179,7 @@ def _pairs(name: str, target: Any, state: Any) -> Iterator[tuple[Any, Any]]:
 
 def _put_back(target: Any, state: Any) -> None:
     if isinstance(target, torch.nn.Module):
-        target = unwrap(target)
+        target = inside(target)[0]
         state = _keys_for(target, state)
     target.load_state_dict(state)
 
@@ -171,15 +187,9 @@ def _put_back(target: Any, state: Any) -> None:
 # ---- random states ------------------------------------------------------------------
 
 
-def _rank_and_ranks(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(process_group), dist.get_world_size(process_group)
-
-
 def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     """Return the random states of all ranks in plain containers; used on rank 0."""
-    rank, n_ranks = _rank_and_ranks(process_group)
+    rank, n_ranks = torch_groups.rank_and_size(process_group)
     cuda: list[Tensor] = []
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state_all()
@@ -191,7 +201,8 @@ def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     if n_ranks <= 1:
         return [vars(mine)]
     group = process_group or torch_groups.default_group()
-    rows = _messages.all_gather_by(group, _messages.pack(mine))
+    with _messages.awaited("save(rng=True)", group):
+        rows = _messages.all_gather_by(group, _messages.pack(mine))
     if rank != 0:
         return []
     return [
@@ -259,7 +270,7 @@ def _check_random_states(path: Any, of_ranks: Any) -> None:
 
 
 def _set_random_states(path: Any, of_ranks: list[Any]) -> None:
-    rank, n_ranks = _rank_and_ranks()
+    rank, n_ranks = torch_groups.rank_and_size()
     if n_ranks != len(of_ranks):
         warnings.warn(
             f"{path} has the random states of {len(of_ranks)} rank(s), and {n_ranks} "
@@ -310,8 +321,8 @@ def save(
         target is written, if the kernel lets this user follow the link.  A file that is
         replaced keeps its permissions.  A pipe must have a reader.
     prefix : {"keep", "strip"}, default "keep"
-        Whether the keys of a wrapper's parameters keep the prefix ``module.``.  The
-        bare model loads stripped keys.
+        Whether the keys of a wrapper's parameters keep the prefix: ``module.``, or
+        ``_orig_mod.`` of ``torch.compile``.  The bare model loads stripped keys.
     rng : bool, default False
         Add the random states of torch, NumPy, Python and the GPUs to the dict `obj`,
         under the key ``"rng"``.  Each rank has its own: every rank must call `save`.
@@ -321,10 +332,12 @@ def save(
     Raises
     ------
     ValueError
-        If `prefix` is another word, or if `rng` is set and `obj` is not a dict or has
-        the key ``"rng"`` already.
+        If `prefix` is another word; if `rng` is set and `obj` is not a dict or has the
+        key ``"rng"`` already; in a rank (by ``WORLD_SIZE``) without a process group.
     OSError
         If the file cannot be written: no space, no permission, no folder.
+    paceline.PeerError, paceline.PeerTimeoutError
+        With `rng`, if a rank ends or does not call `save` within the group's timeout.
 
     Examples
     --------
@@ -348,7 +361,7 @@ def save(
         if not isinstance(obj, dict) or _RNG in obj:
             raise ValueError(f"rng=True needs a dict without the key {_RNG!r}")
         obj = {**obj, _RNG: _random_states(process_group)}
-    if _rank_and_ranks(process_group)[0] != 0:
+    if torch_groups.rank_and_size(process_group)[0] != 0:
         return
     state = _plain(obj, prefix == "strip")
     write_whole(Path(path), lambda file: save_summed(state, file))
@@ -398,7 +411,8 @@ def load(
     Returns
     -------
     object
-        The content of the file; a state dict comes without the prefix.  With `module`,
+        The content of the file; a state dict comes without the prefix that :func:`save`
+        recorded, else without ``module.`` and ``_orig_mod.``.  With `module`,
         the state dict that it loaded.  With `objects` or `rng`, the other entries.
 
     Raises
@@ -440,6 +454,7 @@ def load(
             if name not in parts:
                 raise ValueError(f"{path} has no {name!r}: it holds {list(parts)}")
         if rng:
+            torch_groups.rank_and_size()  # raises in a rank without a group
             _check_random_states(path, state[_RNG])
         pairs = [pair for n in objects for pair in _pairs(n, objects[n], state[n])]
         # Optimizers first: they are loaded even if a model then raises.
@@ -450,8 +465,8 @@ def load(
             _set_random_states(path, state[_RNG])
         return {name: parts[name] for name in parts if name not in wanted}
     if module is None:
-        return strip_prefix(state) if has_prefix(state) else state
-    bare = unwrap(module)
+        return _bare_keys(state)
+    bare = inside(module)[0]
     state = _keys_for(bare, state)
     nested = [name for name in parts if isinstance(parts[name], dict)]
     if nested and bare.state_dict().keys().isdisjoint(state):

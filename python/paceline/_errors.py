@@ -26,7 +26,8 @@ _PASSED_ON = re.compile(
 )
 _CULPRIT = re.compile(
     r".*?\brank 0(?:'s| has| was given)\b.*?\brank (\d+)(?:'s| has| what)"
-    r"|(?:the step of |this rank and |the step has failed \(|a step has failed on )?"
+    r"|(?:the step of |this rank and |the step has failed \(|a step has failed on |"
+    r"\S+ waits for )?"
     r"rank (\d+)\b(?: \(process (?P<pid>\d+)\) died)?"
     r"|this rank is in a forward that rank (\d+)\b"
     r"|ranks \[(\d+)\] have not"

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from paceline import _messages
 from paceline._compat import torch_groups
-from paceline._errors import MismatchError, PeerError, PeerTimeoutError
+from paceline._errors import MismatchError
 
 
 def mean(x: Any) -> Any:
     """Return the mean over ranks of a number or a tensor, or of each in a dict.
 
     All ranks must call it together, each with its own value; all get the same result.
-    Without a process group there is one rank.
+    A plain single process needs no process group.
 
     Parameters
     ----------
@@ -36,6 +37,8 @@ def mean(x: Any) -> Any:
     ------
     TypeError, paceline.MismatchError
         If `x` is something else; on every rank, if names, shapes or dtypes differ.
+    ValueError
+        In a rank (``WORLD_SIZE`` is set) without a process group.
     paceline.PeerError, paceline.PeerTimeoutError
         If a rank ends, or does not call ``mean()`` within the process group's timeout.
 
@@ -57,7 +60,7 @@ def mean(x: Any) -> Any:
     except Exception as error:  # any error: the other ranks must learn of it
         problem = error
     flat = torch.cat(parts)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if torch_groups.rank_and_size()[1] > 1:
         flat = _reduce(spec[2:], flat, problem)
     elif problem is not None:
         raise problem
@@ -71,7 +74,9 @@ def _reduce(spec: str, flat: torch.Tensor, problem: Exception | None) -> torch.T
     torch_groups.wait_for_gloo_at_exit()
     # Exchange the specs first, since all_reduce needs equal sizes.
     mine = _messages.pack((spec, problem and str(problem)))
-    rows = _meet(_messages.all_gather_by, torch_groups.default_group(), mine)
+    group = torch_groups.default_group()
+    with _messages.awaited("mean()", group):
+        rows = _messages.all_gather_by(group, mine)
     if problem is not None:
         raise problem
     kind, own = tuple[str, str | None], dist.get_rank()
@@ -86,24 +91,14 @@ def _reduce(spec: str, flat: torch.Tensor, problem: Exception | None) -> torch.T
             words = f"rank 0 has {told[0][0]} where rank {rank} has {theirs}"
             raise MismatchError(f"mean() needs the same of every rank, but {words}")
     flat = flat if "cpu" in torch_groups.backends_by_device() else flat.cuda()
-    _meet(dist.all_reduce, flat)
+    with _messages.awaited("mean()", group):
+        dist.all_reduce(flat)
     return flat.cpu() / len(told)
-
-
-def _meet(collective: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return collective(*args)
-    except RuntimeError as error:
-        if not torch_groups.is_lost_peer(error):
-            raise
-        kind = PeerTimeoutError if torch_groups.is_timeout(error) else PeerError
-        words = "a rank did not call this mean(): all must call mean() equally often"
-        raise kind(f"rank {dist.get_rank()}: {words} ({error})") from error
 
 
 def _read(value: Any) -> tuple[str, torch.Tensor]:
     """Describe a value, and return its numbers as a flat float64 tensor."""
-    if isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real | np.bool_):
         number = torch.tensor([float(value)], dtype=torch.float64, device="cpu")
         return "a number", number
     is_plain = isinstance(value, torch.Tensor) and not torch_groups.is_dtensor(value)

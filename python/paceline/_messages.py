@@ -21,7 +21,8 @@ import struct
 import traceback
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +207,21 @@ def all_gather(
     padded[: len(mine)] = mine
     rows = zip(gather(padded), sizes, strict=True)
     return [row[:size].cpu().numpy().tobytes() for row, size in rows]
+
+
+@contextmanager
+def awaited(call: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Name the call for which ranks wait, if a rank is late or gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not torch_groups.is_lost_peer(error):
+            raise
+        kind = PeerTimeoutError if torch_groups.is_timeout(error) else PeerError
+        rank, size = torch_groups.rank_and_size(group)
+        other = f"rank {1 - rank}" if size == 2 else "another rank"
+        words = f"{call} waits for {other}: call it on every rank, equally often"
+        raise kind(f"rank {rank}: {words} ({error})") from error
 
 
 def all_gather_by(group: dist.ProcessGroup, message: bytes) -> list[bytes]:

@@ -9,16 +9,14 @@ DataLoader's own count shows whether the loop has received that batch.
 from __future__ import annotations
 
 import operator
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from paceline._compat import torch_core
+from paceline._compat import torch_core, torch_groups
 
 
 class BatchSampler(Sampler[list[int]]):
@@ -71,6 +69,9 @@ class BatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if isinstance(dataset, DataLoader):
+            words = "give its data set: BatchSampler(loader.dataset, batch_size)"
+            raise TypeError(f"dataset is a DataLoader: {words}")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             words = f"dataset is a {type(dataset).__name__}, which has no len()"
             raise TypeError(f"{words}: for streams use MosaicML Streaming")
@@ -158,13 +159,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def _find_place(self) -> tuple[int, int]:
         """Return the rank and the world size."""
-        place, started = self._place, os.environ.get("WORLD_SIZE", "1")
-        if place is None and dist.is_available() and dist.is_initialized():
-            place = dist.get_rank(), dist.get_world_size()
-        elif place is None and started != "1":
-            words = "there is no process group: call paceline.init() first"
-            raise ValueError(f"WORLD_SIZE is {started}, but {words}")
-        rank, size = place or (0, 1)
+        rank, size = self._place or torch_groups.rank_and_size()
         if self._n_rows < size:
             raise ValueError(f"dataset has only {self._n_rows} rows for {size} ranks")
         return rank, size
@@ -186,7 +181,7 @@ class BatchSampler(Sampler[list[int]]):
         if self._shuffle:
             generator = torch.Generator().manual_seed((self._seed + epoch) % 2**63)
             rows = torch.randperm(self._n_rows, generator=generator, device="cpu")
-        return torch.cat([torch.tensor(carried).to(rows), rows])[n_taken:]
+        return torch.cat([torch.tensor(carried, device="cpu").to(rows), rows])[n_taken:]
 
 
 class _Pass(Iterator[list[int]]):

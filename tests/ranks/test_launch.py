@@ -229,7 +229,7 @@ def test_an_exception_that_cannot_come_here_is_told_by_its_traceback():
 
 def test_a_rank_error_pickles_with_its_rank():
     error = pickle.loads(pickle.dumps(paceline.RankError("words", 3)))
-    assert (str(error), error.rank) == ("words", 3)
+    assert (str(error), error.rank, error.results) == ("words", 3, {})
 
 
 def test_other_exits_are_failures():
@@ -403,9 +403,64 @@ def test_what_cannot_be_pickled_is_named():
         paceline.launch(rank_and, 1, key=lock)
 
 
-def test_a_result_that_cannot_be_pickled_is_said_to_be_one():
-    with pytest.raises(paceline.RankError, match=r"what fn returned \(a lock\)"):
-        paceline.launch(threading.Lock, 1)
+class OnlyThere:
+    """Can be unpickled in a rank alone, where there is a process group."""
+
+    def __reduce__(self):
+        return dist.get_world_size, ()
+
+
+LOST = {
+    "a lock": (threading.Lock, r"what fn returned \(of type lock\).*cannot pickle"),
+    "a lock within": (
+        lambda: {"a": [1, threading.Lock()]},
+        r"item 1, in key 'a', in what fn returned \(of type lock\).*cannot pickle",
+    ),
+    "no group": (OnlyThere, r"what fn returned \(of type OnlyThere\).*process group"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_result_that_cannot_come_here_leaves_those_of_other_ranks(name):
+    make, words = LOST[name]
+
+    def act():
+        if dist.get_rank() == 0:
+            return make()
+        time.sleep(0.5)
+        dist.destroy_process_group()
+        with pytest.raises(ValueError, match="WORLD_SIZE is 2, but"):
+            paceline.mean(1)
+        return "kept"
+
+    with pytest.raises(paceline.RankError, match=f"^rank 0 of 2: {words}") as caught:
+        paceline.launch(act, 2)
+    assert (caught.value.rank, caught.value.results) == (0, {1: "kept"})
+    assert caught.value.__cause__ is not None
+
+
+def test_a_rank_that_raised_counts_before_a_result_that_was_lost():
+    def act():
+        if dist.get_rank() == 0:
+            return threading.Lock()
+        time.sleep(0.5)
+        raise ConnectionError("mine")
+
+    with pytest.raises(paceline.RankError, match="rank 1 of 2 raised Connection"):
+        paceline.launch(act, 2)
+
+
+def test_a_wrapper_comes_as_its_module():
+    def train():
+        model = paceline.DistributedDataParallel(nn.Linear(4, 1))
+        model(torch.ones(2, 4)).sum().backward()
+        plain = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+        return {"model": model, "both": (plain, plain.module)}, model.state_dict()
+
+    for found, state in paceline.launch(train, 2):
+        assert type(found["model"]) is type(found["both"][0]) is nn.Linear
+        assert found["both"][0] is found["both"][1]
+        assert torch.equal(found["model"].weight, state["module.weight"])
 
 
 def test_what_ranks_cannot_import_is_their_failure(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 
+import numpy as np
 import paceline
 import pytest
 import torch
@@ -63,6 +64,7 @@ ONES = torch.ones(2)
 MEANS = [  # the values of ranks 0 and 1, and their mean
     (1, 2, 1.5),
     (True, 0.5, 0.75),
+    (np.bool_(True), np.float32(0.5), 0.75),
     (torch.tensor([1, 2]), torch.tensor([2, 4]), torch.tensor([1.5, 3.0])),
     (ONES.bfloat16(), ONES.bfloat16(), ONES.bfloat16()),
     (torch.ones(1, requires_grad=True), torch.zeros(1), torch.tensor([0.5])),
@@ -82,6 +84,14 @@ DIFFERENCES = [  # the values of ranks 0 and 1, the error of rank 0, that of ran
 ]
 
 
+CALLS = {  # words of the error on rank 0 if it calls alone
+    lambda: paceline.mean(1): "mean() waits for rank 1: call it on every rank",
+    lambda: paceline.save(
+        {}, "/dev/null", rng=True
+    ): "save(rng=True) waits for rank 1:",
+}
+
+
 def take_means(rank, n_ranks):
     world = paceline.init()
     world.print("printed by", rank, flush=True)
@@ -98,8 +108,11 @@ def take_means(rank, n_ranks):
         fault = getattr(caught.value, "rank", None)
         errors.append((f"{caught.typename}: {caught.value}", fault))
     if rank == 0:
-        with pytest.raises(paceline.PeerTimeoutError, match="equally often"):
-            paceline.mean(1)  # rank 1 does not call it
+        for call, words in CALLS.items():  # rank 1 calls none of them
+            with pytest.raises(paceline.PeerError) as caught:
+                call()
+            assert words in str(caught.value)
+            assert caught.value.rank == 1
     return found, errors, world.is_main
 
 
@@ -139,7 +152,7 @@ def test_only_what_another_rank_has_done_is_said_to_be_its_fault(
 
     for name, value in {"initialized": True, "rank": 0, "world_size": 2}.items():
         face = f"is_{name}" if value is True else f"get_{name}"
-        monkeypatch.setattr(torch.distributed, face, lambda value=value: value)
+        monkeypatch.setattr(torch.distributed, face, lambda *_, value=value: value)
     monkeypatch.setattr(torch_groups, "default_group", lambda: None)
     monkeypatch.setattr(_messages, "all_gather_by", fail)
     with pytest.raises(RuntimeError) as caught:

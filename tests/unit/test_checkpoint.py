@@ -64,18 +64,43 @@ PREFIX = pytest.mark.parametrize("prefix", ["keep", "strip"])
 # ---- both kinds of keys -------------------------------------------------------------
 
 
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+WRAPS = [bare, wrapped, nn.DataParallel, compiled]
+WRAPS += [
+    lambda model: wrapped(compiled(model)),
+    lambda model: compiled(wrapped(model)),
+]
+PARTS = pytest.mark.parametrize("part", ["inner", "module", "_orig_mod"])
+
+
 @PREFIX
-@pytest.mark.parametrize("part", ["inner", "module"])
-@pytest.mark.parametrize("wrap", [bare, wrapped, nn.DataParallel])
+@PARTS
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_either_kind_of_file_loads_into_bare_models_and_wrappers(
     alone, path, prefix, part, wrap
 ):
     model = Net(part)
     paceline.save(wrap(model), path, prefix=prefix)
-    for wrap_other in (bare, wrapped, nn.DataParallel):
+    assert list(paceline.load(path)) == list(model.state_dict())
+    for wrap_other in WRAPS:
         other = Net(part)
         paceline.load(path, wrap_other(other))
         assert_same(other, model)
+
+
+@PARTS
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_files_without_a_record_load_by_their_keys(path, part, prefix):
+    model, other = Net(part), Net(part)
+    state = {prefix + key: value for key, value in model.state_dict().items()}
+    torch.save(state, path)
+    paceline.load(path, other)
+    assert_same(other, model)
+    if part == "inner":
+        assert list(paceline.load(path)) == list(model.state_dict())
 
 
 @PREFIX
@@ -93,7 +118,7 @@ def seen(model):
     return [m.seen for m in model.modules() if isinstance(m, Versioned)]
 
 
-@pytest.mark.parametrize("wrap", [bare, wrapped])
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("part", ["part", "module"])
 @PREFIX
 def test_the_versions_of_modules_are_kept_by_their_places(

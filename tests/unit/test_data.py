@@ -203,6 +203,7 @@ class Unsized:
 REFUSALS = [
     ((Stream(), 2), {}, TypeError, "dataset is a Stream.*Streaming"),
     ((Unsized(), 2), {}, TypeError, "dataset is a Unsized"),
+    ((DataLoader(range(8)), 2), {}, TypeError, r"BatchSampler\(loader.dataset, batch_"),
     ((range(8), 0), {}, ValueError, "batch_size is 0: give an integer from 1"),
     ((range(8), 2.0), {}, TypeError, r"batch_size is 2\.0: give an integer"),
     ((range(8), 2), {"seed": -1}, ValueError, "seed is -1"),
@@ -257,8 +258,57 @@ def test_a_loader_that_gives_batches_in_another_order_is_refused():
         iter(loader)
 
 
-def test_ranks_without_a_process_group_are_not_taken_for_one(monkeypatch):
+def test_batches_are_not_taken_for_rows():
+    for options in ({}, {"batch_size": 4}, {"batch_size": 4, "drop_last": True}):
+        loader = DataLoader(range(8), sampler=BatchSampler(range(8), 2), **options)
+        with pytest.raises(TypeError, match=r"DataLoader\(batch_sampler=sampler\)"):
+            list(loader)
+
+
+def test_rows_are_dealt_under_another_default_device():
+    expected = list(BatchSampler(range(8), 2))
+    with torch.device("meta"):
+        sampler = BatchSampler(range(8), 2)
+        assert list(sampler) == expected
+        sampler.load_state_dict(sampler.state_dict())
+        assert sorted(itertools.chain(*sampler)) == list(range(8))
+
+
+class Averages(Dataset):
+    """Averages in a worker, which inherits WORLD_SIZE but is not a rank."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, row):
+        return paceline.mean(row + 1)
+
+
+CALLS_OF_RANKS = {
+    "batches": lambda path: list(BatchSampler(range(8), 2)),
+    "mean": lambda path: paceline.mean(1),
+    "save": lambda path: paceline.save({}, path),
+    "save of random states": lambda path: paceline.save({"a": 1}, path, rng=True),
+    "load of random states": lambda path: paceline.load(path, rng=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OF_RANKS)
+def test_ranks_without_a_process_group_are_not_taken_for_one(
+    monkeypatch, tmp_path, name
+):
+    call, path = CALLS_OF_RANKS[name], tmp_path / "a.pt"
+    paceline.save({}, tmp_path / "a.pt", rng=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2.*no process group"):
-        iter(paceline.data.BatchSampler(range(8), 2))
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2.*no process group.*init"):
+        call(path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    call(path)
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_worker_of_a_rank_is_no_rank(monkeypatch, how):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = DataLoader(Averages(), num_workers=1, multiprocessing_context=how)
+    assert [batch.item() for batch in loader] == [1, 2]
     list(BatchSampler(range(8), 2, rank=0, world_size=1))

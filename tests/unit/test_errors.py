@@ -46,6 +46,8 @@ FACTS = [  # the message, the rank at fault and its step
     ("rank 2: this rank and rank 1 wait (in this one, rank 1: step 3, in a)", 1, 3),
     ("rank 0's module is on cpu, rank 2's on cuda:0: move all", 2, None),
     ("rank 2: the ranks are not in the same step. rank 0: 1; rank 1: 2", None, None),
+    ("rank 0: save(rng=True) waits for rank 1: call it on", 1, None),
+    ("rank 0: mean() waits for another rank: call it on", None, None),
     ("", None, None),
 ]
 

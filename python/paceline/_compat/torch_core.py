@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
-from torch.utils.data import dataloader
+from torch.utils.data import BatchSampler, dataloader
 
 from paceline import _native
 from paceline._compat import packed_sequence, sparse_rows, torch_cuda, torch_graph
@@ -120,6 +120,15 @@ def accumulates(leaf: Any) -> bool:
 _TorchDP = torch.nn.DataParallel
 _TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
 WRAPPERS: tuple[Any, ...] = _TorchDP, _TorchDDP
+
+
+def name_inside(module: Any) -> str:
+    """Return the attribute of a wrapper that has the module inside, or ""."""
+    if isinstance(module, WRAPPERS):
+        return "module"
+    compiler = sys.modules.get("torch._dynamo")  # its import takes seconds
+    is_compiled = isinstance(module, getattr(compiler, "OptimizedModule", ()))
+    return "_orig_mod" if is_compiled else ""
 
 
 def is_torch_ddp(module: Any) -> bool:
@@ -450,6 +459,8 @@ def read_by_loader(
             raise ValueError("this sampler counts batches in order: set in_order=True")
         n_each = getattr(owner, "_prefetch_factor", None) or 0
         return n_each * owner._num_workers, vars(owner)
+    if type(owner) is BatchSampler:  # torch's: it would take our batches for rows
+        raise TypeError("this sampler gives batches: DataLoader(batch_sampler=sampler)")
     return read_by_loader(frame.f_back, depth - 1) if frame and depth else (0, {})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import multiprocessing
 import os
 import re
 import time
@@ -70,6 +71,25 @@ def group_rank(group: dist.ProcessGroup) -> int:
     if not hasattr(group, "rank"):
         return -1  # the token that new_group() returns on ranks outside
     return int(group.rank())
+
+
+def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return this process's rank in `group`, by default torch's, and its size.
+
+    Without a group, return those of a single process, or raise ValueError in a process
+    that a launcher has started as one of several ranks.
+    """
+    if group is not None or dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    size = os.environ.get("WORLD_SIZE", "").strip()
+    # A process of multiprocessing, such as a DataLoader's, has it from its parent.
+    if size not in ("", "1") and multiprocessing.parent_process() is None:
+        raise ValueError(
+            f"WORLD_SIZE is {size}, but there is no process group: call "
+            "paceline.init() before this, and destroy_process_group() after it; in a "
+            "process that is not a rank, unset WORLD_SIZE"
+        )
+    return 0, 1
 
 
 def is_group_or_token(value: Any) -> bool:

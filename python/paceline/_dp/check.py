@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline import _gpu, _native
-from paceline._checkpoint import unwrap
+from paceline._checkpoint import inside
 from paceline._compat import torch_core
 from paceline._dp.data_parallel import DataParallel
 from paceline._dp.marker import unmarked
@@ -160,7 +160,7 @@ def check(
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}: give a number from 1 on")
     torch_core.attach()
-    model = unwrap(model)
+    model = inside(model)[0]
     devices, place = _devices(model, replicas)
     plain, wrapped = copy.deepcopy(model), copy.deepcopy(model)
     with torch.enable_grad():

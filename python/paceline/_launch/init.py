@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -301,8 +302,8 @@ def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     """Return this rank's local rank and, on rank 0, how many hosts there are.
 
     Every rank writes its host; only ranks that need the hosts read them, since each
-    reads as many keys as there are ranks.  If the launcher has the store, all wait for
-    the last rank: Gloo fails on ranks that still connect to one that has ended.
+    reads as many keys as there are ranks.  All wait for the last rank: Gloo fails on
+    ranks that still connect to one that has ended.
     """
     rank, size, known = launch.rank, launch.world_size, launch.local_rank
     if size == 1:
@@ -313,7 +314,8 @@ def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
     keys = [f"{_PREFIX}/host/{other}" for other in range(size)]
     store.set(keys[rank], _environment.nccl_host())
     if rank != 0 and known is not None:
-        if _is_store_of_launcher():
+        # If rank 0 has the store, it may have ended with it, once all had joined.
+        with suppress(dist.DistNetworkError):
             store.wait([_ALL_JOINED])
         return known, None
     hosts = store.multi_get(keys)  # waits for them

@@ -76,7 +76,8 @@ def launch(  # type: ignore[misc]  # fn may have such keywords
     Returns
     -------
     list
-        Copies of what the ranks returned, by rank; tensors on GPUs arrive on the CPU.
+        Copies of what the ranks returned, by rank; tensors on GPUs arrive on the CPU,
+        and a ``DistributedDataParallel``, which needs a process group, as its module.
         None for a rank that calls ``sys.exit(0)``.
 
     Raises
@@ -84,7 +85,8 @@ def launch(  # type: ignore[misc]  # fn may have such keywords
     paceline.RankError
         If a rank raises, or its process ends early, for instance killed for lack of
         memory.  The error names the rank that failed first; its cause is that rank's
-        exception.  The other ranks are stopped at once.
+        exception.  The other ranks are stopped at once.  Also, once all have returned,
+        if a result cannot be pickled or unpickled; `results` has those of other ranks.
     TypeError
         If `fn` is not callable, or it or an argument cannot be pickled.
     ValueError

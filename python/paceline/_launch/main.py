@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from paceline import _native
-from paceline._launch.messages import Call, Failure, pack_exception
+from paceline._launch.messages import Call, Failure, Result, pack_exception
 
 
 def main() -> None:
@@ -38,8 +38,8 @@ def main() -> None:
         answers.send_bytes(pickle.dumps(answer))
 
 
-def _answer(call: Call) -> bytes | Failure:
-    """Return the packed result of the call, or why it failed."""
+def _answer(call: Call) -> Result | Failure:
+    """Return the result of the call, or why it failed."""
     try:
         from paceline._launch import rank
 

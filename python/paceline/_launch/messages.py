@@ -25,6 +25,15 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Result:
+    """What the function of a rank returned."""
+
+    name: str  # for errors
+    packed: bytes
+    problem: str = ""  # why it could not be packed
+
+
+@dataclass(frozen=True)
 class Failure:
     """An exception of a rank."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import operator
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,43 @@ from typing import Any
 import torch
 
 from paceline import _cloudpickle
+from paceline._compat import torch_core
+from paceline._launch.messages import Result
 
 
-def pack(value: Any) -> bytes:
+class _Unwrapping:
+    """Pickle for `torch.save`: the caller has no group that a wrapper could use."""
+
+    class Pickler(_cloudpickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch_core.WRAPPERS[1]):
+                return operator.itemgetter(0), ([value.module],)
+            return super().reducer_override(value)
+
+
+def pack(value: Any, pickle_module: Any = _cloudpickle) -> bytes:
     """Return bytes from which :func:`unpack` makes an equal value."""
     file = io.BytesIO()
-    torch.save(value, file, pickle_module=_cloudpickle)
+    torch.save(value, file, pickle_module=pickle_module)
     return file.getvalue()
+
+
+def pack_result(value: Any) -> Result:
+    """Return what a rank sends of its result: wrappers of ranks go as their modules."""
+    name = "what fn returned"
+    try:
+        packed = pack(value, _Unwrapping)
+    except Exception as error:
+        name = _name_culprit(name, [(name, value)], _Unwrapping)
+        return Result(name, b"", f"{type(error).__name__}: {error}")
+    return Result(f"{name} (of type {type(value).__name__})", packed)
+
+
+def unpack_result(result: Result) -> Any:
+    """Return what a rank returned; raise an error if it could not be packed."""
+    if result.problem:
+        raise TypeError(result.problem)
+    return unpack(result.packed)
 
 
 def unpack(packed: bytes) -> Any:
@@ -37,18 +68,27 @@ def pack_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         parts = [("fn", fn)]
         parts += [(f"argument {k} of fn", value) for k, value in enumerate(args)]
         parts += [(f"argument {name!r} of fn", each) for name, each in kwargs.items()]
+        name = _name_culprit("fn, or an argument of it,", parts)
         raise TypeError(
-            f"{_name_culprit(parts)} cannot be sent to the ranks: "
-            f"{type(error).__name__}: {error}"
+            f"{name} cannot be sent to the ranks: {type(error).__name__}: {error}"
         ) from error
 
 
-def _name_culprit(parts: list[tuple[str, Any]]) -> str:
+def _name_culprit(
+    name: str, parts: list[tuple[str, Any]], pickle_module: Any = _cloudpickle
+) -> str:
     """Return the name of the first part that does not pickle, or of a value in it."""
     seen: set[int] = set()
-    name = "fn, or an argument of it,"
+
+    def is_lost(part: tuple[str, Any]) -> bool:
+        try:
+            pack(part[1], pickle_module)
+        except Exception:
+            return True
+        return False
+
     while True:
-        found = next((part for part in parts if not _is_picklable(part[1])), None)
+        found = next(filter(is_lost, parts), None)
         if found is None:
             return name
         name = f"{found[0]} (of type {type(found[1]).__name__})"
@@ -75,11 +115,3 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"item {k}", each) for k, each in enumerate(value))
     elif not isinstance(value, type) and hasattr(value, "__dict__"):
         yield from ((f"attribute {name!r}", e) for name, e in vars(value).items())
-
-
-def _is_picklable(value: Any) -> bool:
-    try:
-        pack(value)
-    except Exception:
-        return False
-    return True

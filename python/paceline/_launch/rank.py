@@ -10,7 +10,7 @@ import torch.distributed as dist
 from paceline import _native
 from paceline._launch import init, payloads
 from paceline._launch.launchers import find_launch
-from paceline._launch.messages import Call, Failure, pack_exception
+from paceline._launch.messages import Call, Failure, Result, pack_exception
 
 OWN_VARIABLES = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -22,8 +22,8 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken p
 """Gloo's messages on ranks whose peer is gone."""
 
 
-def run(call: Call) -> bytes | Failure:
-    """Return the packed result of a call, or why it failed."""
+def run(call: Call) -> Result | Failure:
+    """Return the result of a call, or why it failed."""
     try:
         return _run(call)
     except BaseException as error:
@@ -31,8 +31,8 @@ def run(call: Call) -> bytes | Failure:
         return Failure(pack_exception(error), _is_consequence(error))
 
 
-def _run(call: Call) -> bytes:
-    """Join the world, call the function, leave the world; return the packed result."""
+def _run(call: Call) -> Result:
+    """Join the world, call the function, leave the world; return the result."""
     linecache.cache.update(call.sources)
     for name in list(os.environ):
         if name.startswith(_AGENT_PREFIXES) and name not in OWN_VARIABLES:
@@ -45,16 +45,10 @@ def _run(call: Call) -> bytes:
         if error.code not in (None, 0):
             raise
         result = None
-    try:
-        packed = payloads.pack(result)
-    except Exception as error:
-        raise TypeError(
-            f"what fn returned (a {type(result).__name__}) cannot be sent to the "
-            f"caller: {type(error).__name__}: {error}"
-        ) from error
+    answer = payloads.pack_result(result)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return packed
+    return answer
 
 
 def _without_own_frames(error: BaseException) -> BaseException:

@@ -10,14 +10,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from paceline import _environment
 from paceline._launch import payloads, rank
-from paceline._launch.messages import Call, Failure, unpack_exception
+from paceline._launch.messages import Call, Failure, Result, unpack_exception
 from paceline._launch.processes import Processes
 
 _ADDRESS = "127.0.0.1"
@@ -34,12 +34,14 @@ class RankError(RuntimeError):
     Attributes
     ----------
     rank : int
-        The rank that failed first.
+        The rank that failed first, or whose result cannot be pickled or unpickled.
+    results : dict
+        What the ranks returned that had returned by then, by rank.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.results = rank, dict[int, Any]()
 
 
 RankError.__module__ = "paceline"
@@ -51,9 +53,10 @@ class _Report:
 
     rank: int
     time: float
-    result: bytes | None = None
+    result: Result | None = None
     failure: Failure | None = None
     words: str = ""
+    lost: Exception | None = None  # why the result cannot be used
 
     @property
     def is_consequence(self) -> bool:
@@ -70,10 +73,19 @@ def run(n: int, call: Call) -> list[Any]:
         failed = [report for report in reports if report.result is None]
         if not failed:
             processes.wait_until_ended()
+    results: dict[int, Any] = {}
+    for each in sorted(reports, key=lambda each: each.rank):
+        try:
+            if each.result is not None:
+                results[each.rank] = payloads.unpack_result(each.result)
+        except Exception as error:  # any: it is the user's object
+            failed.append(replace(each, lost=error))
     if failed:
-        _raise(min(failed, key=lambda each: (each.is_consequence, each.time)), n)
-    by_rank = sorted(reports, key=lambda each: each.rank)
-    return [payloads.unpack(each.result) for each in by_rank if each.result is not None]
+        # A rank that failed counts before a result that was lost.
+        raised = [each for each in failed if each.lost is None] or failed
+        first = min(raised, key=lambda each: (each.is_consequence, each.time))
+        _raise(first, n, results)
+    return [*results.values()]
 
 
 @contextmanager
@@ -148,13 +160,19 @@ def _report(rank: int, outcome: bytes | str) -> _Report:
 # ---- what failed --------------------------------------------------------------------
 
 
-def _raise(report: _Report, n: int) -> None:
-    who = f"rank {report.rank} of {n}"
-    if report.failure is None:
-        raise RankError(f"{who} ended early: {report.words}", report.rank)
-    original, name, text = unpack_exception(report.failure.packed)
-    message = f"{who} raised {name}.\nOriginal {text}"
-    raise RankError(message, report.rank) from original
+def _raise(report: _Report, n: int, results: dict[int, Any]) -> None:
+    original, who = report.lost, f"rank {report.rank} of {n}"
+    if report.result is not None:
+        name = report.result.name
+        message = f"{who}: {name} cannot be sent to the caller: {original}"
+    elif report.failure is None:
+        message = f"{who} ended early: {report.words}"
+    else:
+        original, name, text = unpack_exception(report.failure.packed)
+        message = f"{who} raised {name}.\nOriginal {text}"
+    error = RankError(message, report.rank)
+    error.results = results
+    raise error from original
 
 
 def cell_sources() -> dict[str, Any]:

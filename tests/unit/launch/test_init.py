@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -272,13 +273,14 @@ def test_a_world_cannot_be_changed():
     assert (type(world).__module__, type(world).__qualname__) == ("paceline", "World")
 
 
+@pytest.mark.parametrize("is_agents", ["True", ""])
 def test_no_rank_goes_on_before_all_have_joined(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_agents: str
 ) -> None:
     """A rank that ended at once would be lost to those that still connect to it."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", is_agents)
     monkeypatch.setattr(torch_groups, "default_group", lambda: None)
     monkeypatch.setattr(torch_groups, "group_store", lambda group: store)
     launches = [Launch("environment", rank, 3, rank) for rank in range(3)]
@@ -290,3 +292,21 @@ def test_no_rank_goes_on_before_all_have_joined(
         (1, None),
         (2, None),
     ]
+
+
+def test_a_rank_whose_store_ended_with_rank_0_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 ends once all have joined, maybe before another rank reads that."""
+    options = {"is_master": True, "wait_for_workers": False}
+    host = dist.TCPStore("127.0.0.1", 0, **options)
+    store = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    monkeypatch.setattr(torch_groups, "default_group", lambda: None)
+    monkeypatch.setattr(torch_groups, "group_store", lambda group: store)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(
+            init_module._exchange_hosts, Launch("environment", 1, 2, 1)
+        )
+        host.get("paceline/init/host/1")
+        del host
+        assert joined.result(60) == (1, None)
