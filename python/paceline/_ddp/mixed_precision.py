@@ -120,7 +120,9 @@ class _Swap:
 def _copy_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a copy in the parameter's graph, with its class and its attributes."""
     kind, copy = type(parameter), parameter.to(dtype)
-    if type(copy) is not kind:
+    if kind is torch.nn.Parameter:
+        copy.__class__ = kind  # the same without a node of the graph
+    elif type(copy) is not kind:
         copy = copy.as_subclass(kind)
     shared, own = vars(parameter), vars(copy)  # own: of a class with its data there
     copy.__dict__ = {**shared, **own} if own else shared
@@ -237,16 +239,14 @@ def prepare(model: Model, precision: Precision | None) -> list[Any]:
         buffer = owner[name]
         if buffer.is_floating_point():
             buffer.data = buffer.to(dtype=precision.buffer_dtype)
-    for _, parameter in model.parameters:  # for code that reads these of torch's class
-        named: Any = parameter
-        low = precision.param_dtype if parameter.is_floating_point() else None
-        dtype, shape = low or parameter.dtype, parameter.shape
-        named._mp_param = torch.empty(shape, dtype=dtype, device="meta")
-        named._fp_param = parameter.data
-    reduced = precision.reduce_dtype or precision.param_dtype
+    for _, p in model.parameters:  # for code that reads these of torch's class
+        dtype = precision.param_dtype if p.is_floating_point() else None
+        low = torch.empty(p.shape, dtype=dtype or p.dtype, device="meta")
+        vars(p).update(_mp_param=low, _fp_param=p.data)
+    dtype = precision.reduce_dtype or precision.param_dtype
     stand_ins = [
-        StandIn.of(p, reduced)
-        if reduced is not None and p.is_floating_point() and p.dtype != reduced
+        StandIn.of(p, dtype)
+        if dtype is not None and p.is_floating_point() and p.dtype != dtype
         else p
         for p in model.trainable
     ]
