@@ -6,7 +6,9 @@ There are two vmaps: that of ``torch.func``, and an older one, which implements
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -97,6 +99,48 @@ def checkpoints() -> Iterator[Any]:
         if found is not None:
             yield found
         frame = frame.f_back
+
+
+def exchange_before_recomputing(call: Any) -> Any:
+    """Set a function for checkpoints made in this thread; return the previous one.
+
+    A backward calls it before it computes the checkpoint's part again.  It may have
+    reached none of the outputs by then.
+    """
+    _replace_checkpoints()
+    before = getattr(_made_here, "call", None)
+    _made_here.call = call
+    return before
+
+
+_made_here = threading.local()
+
+
+def _after_call(function: Any) -> Any:
+    call = getattr(_made_here, "call", None)
+    if call is None:
+        return function
+
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        if _C._current_autograd_node() is not None:
+            call()
+        return function(*args, **kwargs)
+
+    return recompute
+
+
+@functools.cache
+def _replace_checkpoints() -> None:
+    """Replace two methods of torch; while no function is set, they do the same."""
+    reentrant: Any = checkpoint.CheckpointFunction
+    other: Any = checkpoint._CheckpointFrame
+    forward, construct = reentrant.forward, other.__init__
+    reentrant.forward = staticmethod(
+        lambda ctx, function, *args: forward(ctx, _after_call(function), *args)
+    )
+    other.__init__ = lambda self, function, *args, **kwargs: construct(
+        self, _after_call(function), *args, **kwargs
+    )
 
 
 _is_rpc_used = getattr(

@@ -98,8 +98,10 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         Computes forwards in its ``param_dtype``, averages gradients in its
         ``reduce_dtype``, and keeps buffers in its ``buffer_dtype``: float16, bfloat16,
         float32, float64, or None, which changes nothing (a ``reduce_dtype`` of None
-        means ``param_dtype``).  Experimental in torch.  As alternatives, ``autocast``
-        chooses a dtype per operation; ``bf16_compress_hook`` only averages in 16 bits.
+        means ``param_dtype``).  Experimental in torch.  FSDP's ``MixedPrecision`` will
+        do, but BatchNorm is computed in ``param_dtype`` too.  As alternatives,
+        ``autocast`` chooses a dtype per operation; ``bf16_compress_hook`` only averages
+        in 16 bits.
     strict : bool, optional
         Whether to raise torch's errors for uses that this class otherwise supports:
         unused parameters without ``find_unused_parameters``; with it, a gradient of a
@@ -221,11 +223,12 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - Outside of forward and backward parameters have their own dtype.  ``.grad`` always
       has that dtype, even under ``no_sync()``.  In torch parameters have
       ``param_dtype`` from a forward, even an evaluation, to a synchronised backward.
-    - In its forward and backward the module has copies in place of its parameters.  As
-      with torch's class, changes of copies in place are lost.  Code that reaches a
-      parameter in another way (a list of tensors, a closure, an optimizer, a hook's
-      argument) gets the original, and so does ``wrapper.module(...)``.  Parameters have
-      no ``_mp_param`` and ``_fp_param``.
+    - In its forward and backward the module has copies in place of its parameters, with
+      their classes and attributes, but no leaves: ``is_leaf`` is False, ``.grad`` None,
+      and freezing one or assigning it to another part raises.  As with torch's class,
+      changes of copies in place are lost.  Code that reaches a parameter in another way
+      (a list of tensors, a closure, an optimizer, a hook's argument) gets the original,
+      and so does ``wrapper.module(...)``.  ``_mp_param`` has only a shape and a dtype.
     - On the CPU 16-bit gradients are summed in float32, and rounded once; on GPUs with
       a ``reduce_dtype`` of float32, else as NCCL sums them.  A single rank rounds
       nothing.
@@ -233,7 +236,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
       ``buffer_dtype``.
     - Communication hooks may be registered: they get buckets of ``reduce_dtype``.
       Optimizers in backward, tied parameters, accumulation and both kinds of
-      checkpoints work.
+      ``torch.utils.checkpoint`` work.  Other code that computes a part again in the
+      backward gets copies only if the outputs are in containers, dataclasses, pytrees.
     - Modules with ``sparse=True``, and parts compiled by ``torch.jit``, are refused.
     - On the CPU torch 2.13 averages uninitialised memory in its first step; with
       ``gradient_as_bucket_view`` later steps use old gradients.  Here the first step is

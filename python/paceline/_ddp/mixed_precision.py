@@ -9,21 +9,22 @@
          +-- to(reduce_dtype) -> bucket
 
 Parameters never change their dtype.  A copy stands in the slot of ``_parameters`` while
-the module runs, and again in the backward for recomputation (checkpoints).  The reducer
-has a :class:`StandIn` for each parameter; its ``.grad`` is the parameter's, converted
-to another dtype in both directions.
+the module runs, and again in a backward, from the first output or checkpoint that it
+reaches, for recomputation.  The reducer has a :class:`StandIn` for each parameter; its
+``.grad`` is the parameter's, converted to another dtype in both directions.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline._compat import torch_core, torch_groups
+from paceline._compat import torch_core, torch_graph, torch_groups
 from paceline._ddp.model_spec import Model
 
 _DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,7 +42,15 @@ class Precision:
     @classmethod
     def of(cls, config: Any) -> Precision:
         """Read torch's ``_MixedPrecision``, or an object with its fields."""
-        dtypes = [getattr(config, name, config) for name in _FIELDS]
+        get: Any = functools.partial(getattr, config)  # flags are those of FSDP
+        casts = get("cast_root_forward_inputs", get("cast_forward_inputs", True))
+        if not casts or get("keep_low_precision_grads", False):
+            raise NotImplementedError(
+                f"mixed_precision is {config!r}: inputs are always cast, and gradients "
+                "have the parameters' dtype: leave out cast_root_forward_inputs=False "
+                "and keep_low_precision_grads=True"
+            )
+        dtypes: list[Any] = [get(name, "missing") for name in _FIELDS]
         if any(dtype not in _DTYPES for dtype in dtypes):
             raise TypeError(
                 f"mixed_precision is {config!r}: give torch.nn.parallel.distributed."
@@ -108,8 +117,20 @@ class _Swap:
     __call__ = __del__ = restore
 
 
+def _copy_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy in the parameter's graph, with its class and its attributes."""
+    kind, copy = type(parameter), parameter.to(dtype)
+    if kind is torch.nn.Parameter:
+        copy.__class__ = kind  # the same without a node of the graph
+    elif type(copy) is not kind:
+        copy = copy.as_subclass(kind)
+    shared, own = vars(parameter), vars(copy)  # own: of a class with its data there
+    copy.__dict__ = {**shared, **own} if own else shared
+    return copy
+
+
 class _Copies:
-    """The copies of one forward, and the hook on its outputs that puts them back.
+    """The copies of one forward, and the hook that puts them back in its backward.
 
     It refers to the module weakly: that may keep its outputs, and with them the hook.
     """
@@ -117,21 +138,25 @@ class _Copies:
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = weakref.ref(module), dtype
         self._made: dict[torch.Tensor, Any] = {}  # one for all names of a parameter
+        self._last: Callable[[], _Swap | None] = lambda: None  # in a backward
 
     def swap(self) -> _Swap | None:
         """Put copies in place of the parameters that have none there yet."""
         module = self._module()
         slots = list(_slots(module, self._dtype)) if module is not None else []
-        for _, _, parameter in slots:
-            if parameter not in self._made:
-                self._made[parameter] = parameter.to(self._dtype)
+        with torch.enable_grad():  # they require gradients in evaluations too
+            for _, _, parameter in slots:
+                if parameter not in self._made:
+                    self._made[parameter] = _copy_of(parameter, self._dtype)
         return _Swap(slots, self._made) if slots else None
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        with torch.enable_grad():  # for a retained graph, copies are made again
-            swap = self.swap()
-        self._made = {}  # a loss that is kept keeps this hook
-        if swap is not None:  # the first output with a gradient does it
+    def __call__(self, gradient: torch.Tensor | None = None) -> None:
+        if (last := self._last()) is not None and last._slots:
+            return
+        swap = self.swap()
+        self._made = {}  # a loss that is kept keeps this hook; later, copies are new
+        if swap is not None:  # the first output or checkpoint does it
+            self._last = weakref.ref(swap)
             torch_core.at_end_of_backward(swap)
 
 
@@ -145,9 +170,11 @@ def run(
     inputs, kwargs = torch_groups.cast_inputs(dtype, inputs, kwargs)
     copies = _Copies(module, dtype)
     swap = copies.swap()
+    before = torch_graph.exchange_before_recomputing(copies)
     try:
         output = module(*inputs, **kwargs)
     finally:
+        torch_graph.exchange_before_recomputing(before)
         if swap is not None:
             swap.restore()
     torch_core.hook_outputs(output, copies)
@@ -212,6 +239,10 @@ def prepare(model: Model, precision: Precision | None) -> list[Any]:
         buffer = owner[name]
         if buffer.is_floating_point():
             buffer.data = buffer.to(dtype=precision.buffer_dtype)
+    for _, p in model.parameters:  # for code that reads these of torch's class
+        dtype = precision.param_dtype if p.is_floating_point() else None
+        low = torch.empty(p.shape, dtype=dtype or p.dtype, device="meta")
+        vars(p).update(_mp_param=low, _fp_param=p.data)
     dtype = precision.reduce_dtype or precision.param_dtype
     stand_ins = [
         StandIn.of(p, dtype)
@@ -235,6 +266,7 @@ torch_core.skip_frames(
     _slots,
     _Swap.__init__,
     _Swap.restore,
+    _copy_of,
     _Copies.swap,
     _Copies.__call__,
     StandIn.grad.fget,  # type: ignore[attr-defined]

@@ -3,15 +3,19 @@
 torch's records events of a device, of which the CPU has none: here an event does
 nothing.  That class (torch 2.13) averages in its first step memory that was never
 written, and with gradient_as_bucket_view gives each step the second one's gradients; it
-raises where a parameter is tied, after `no_sync()`, and for reentrant checkpoints.  So
-it is compared from the second step on; all else with the same arithmetic by hand.
+raises where a parameter is tied, after `no_sync()`, for reentrant checkpoints, and for
+a part that is used but not called, as in MultiheadAttention.  So it is compared from
+the second step on; all else with the same arithmetic by hand.
 """
 
 import contextlib
 import copy
 import gc
 import inspect
+import os
+import random
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import paceline
@@ -31,6 +35,7 @@ from support.failing import FailsInBackward
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
@@ -115,11 +120,62 @@ def test_inputs_and_buffers_are_cast_as_by_torch(ranks, wrap, param, buffer):
             yield module.told
 
 
-MODELS = {
-    "LSTM": (lambda: nn.LSTM(6, 5, num_layers=2), (2, 4, 6)),
-    "BatchNorm": (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), (4, 6)),
-    "checkpoint": (lambda: Recomputes(reentrant=False), (4, 6)),
-}
+class Marked(nn.Parameter):
+    def scaled(self):
+        return self * self.factor
+
+
+class Odd(nn.Module):
+    """Uses its parameter by its class, its attributes and its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = Marked(torch.randn(6, 6) / 3)
+        self.own.factor = 2
+
+    def forward(self, x):
+        own = self.get_parameter("own")
+        assert isinstance(own, Marked)
+        assert own is self.own
+        assert own.dtype == x.dtype, (own.dtype, x.dtype)
+        own.seen = getattr(own, "seen", 0) + 1
+        return (x @ own.scaled()).tanh()
+
+
+class Attends(nn.MultiheadAttention):
+    def __init__(self):
+        super().__init__(6, 2)
+
+    def forward(self, x):
+        x = x.unsqueeze(1)
+        return super().forward(x, x, x)[0].squeeze(1)
+
+
+class Keeps(nn.Module):
+    """Runs parts, in checkpoints or not, and puts the output where no wrapper looks."""
+
+    def __init__(self, parts, reentrant, place="module"):
+        super().__init__()
+        self.first, self.parts = nn.Linear(6, 6), nn.ModuleList(parts)
+        self.reentrant, self.place, self.fails = reentrant, place, False
+
+    def forward(self, x):
+        x = self.first(x)
+        for part, how in zip(self.parts, self.reentrant, strict=True):
+            x = part(x) if how is None else checkpoint(part, x, use_reentrant=how)
+        if self.fails:
+            raise KeyError("on purpose")
+        self.kept = x if self.place == "module" else None
+        return {"tensor": x, "module": None, "object": SimpleNamespace(x=x)}[self.place]
+
+
+def output_of(model, *inputs):
+    """Return a tensor from wherever the module has put it."""
+    out = model(*inputs)
+    out = out[0] if isinstance(out, tuple) else out
+    if out is None:
+        return getattr(model, "module", model).kept
+    return getattr(out, "x", out)
 
 
 class Recomputes(nn.Module):
@@ -135,6 +191,17 @@ class Recomputes(nn.Module):
         return checkpoint(rest, self.first(x), use_reentrant=self.reentrant)
 
 
+MODELS = {
+    "LSTM": (lambda: nn.LSTM(6, 5, num_layers=2), (2, 4, 6)),
+    "BatchNorm": (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), (4, 6)),
+    "checkpoint": (lambda: Recomputes(reentrant=False), (4, 6)),
+    "checkpoint, loss kept": (lambda: Keeps([Odd(), Odd()], [None, False]), (4, 6)),
+    "odd parameters": (Odd, (4, 6)),
+    "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(6, 3)), (4, 6)),
+    "GRU": (lambda: nn.GRU(6, 5), (2, 4, 6)),
+}
+
+
 @as_torch(name=[*MODELS])
 def test_a_model_has_the_bits_of_torch(ranks, wrap, name):
     make, shape = MODELS[name]
@@ -142,8 +209,7 @@ def test_a_model_has_the_bits_of_torch(ranks, wrap, name):
     with mixed(wrap, make(), BRAIN, BRAIN, BRAIN) as model:
         for step in range(3):
             model.zero_grad()
-            out = model(torch.randn(shape, generator=ranks.generator(step)))
-            out = out[0] if isinstance(out, tuple) else out
+            out = output_of(model, torch.randn(shape, generator=ranks.generator(step)))
             out.float().square().sum().backward()
             if step > 0:
                 yield [out, *grads_of(model)]
@@ -480,3 +546,189 @@ def test_what_is_left_of_a_graph_keeps_no_copies(ranks, n_forwards):
         outs = [model(data(ranks, i)).sum() for i in range(n_forwards)]
         sum(outs).backward()
         assert [copy() for copy in copies] == [None] * n_forwards
+
+
+@on_ranks()
+def test_a_parameter_that_a_forward_replaces_stays_replaced(ranks):
+    class Replaces(nn.Linear):
+        def forward(self, x):
+            self.bias = nn.Parameter(self.bias.detach() + 1)
+            return super().forward(x)
+
+    module = integer_weights(Replaces(6, 1))
+    with mixed(ranks.wrap, module) as model, torch.no_grad():
+        weight, bias = module.weight, module.bias.clone()
+        model(data(ranks, 0))
+        assert module.weight is weight
+        assert_equal(module.bias.detach(), (bias + 1).half(), "the new one")
+
+
+@on_ranks(has_param_dtype=[False, True])
+def test_parameters_name_both_dtypes_as_by_torch(ranks, has_param_dtype):
+    low = HALF if has_param_dtype else None
+    with mixed(ranks.wrap, nn.Linear(6, 1), low) as model:
+        for p in pickled(model.module).parameters(), model.parameters():
+            both = [(each._mp_param.dtype, each._fp_param.dtype) for each in p]
+            assert both == [(low or WIDE, WIDE)] * 2
+
+
+# ---- programs -----------------------------------------------------------------------
+
+N_PROGRAMS = int(os.environ.get("FUZZ", "6"))  # FUZZ_SEED=12 begins with seed 12
+PARTS = {
+    "odd": Odd,
+    "linear": lambda: nn.Linear(6, 6),
+    "norm": lambda: parametrizations.weight_norm(nn.Linear(6, 6)),
+    "attention": Attends,
+    "GRU": lambda: Recurs(6, 6),
+    "tied": lambda: tied(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))),
+}
+
+
+class Recurs(nn.GRU):
+    def forward(self, x):
+        return super().forward(x.unsqueeze(1))[0].squeeze(1)
+
+
+def tied(parts):
+    parts[2].weight = parts[0].weight
+    return parts
+
+
+class Program:
+    """Statements on a wrapped module, and what they give by hand."""
+
+    def __init__(self, ranks, seed):
+        self.ranks, self.seed, self.n_data = ranks, seed, 0
+        self.same = random.Random(seed)
+        self.names = self.same.choices([*PARTS], k=self.same.randint(1, 4))
+        self.reentrant = [
+            # Of a parameter with two uses each adds to .grad: rounded by itself.
+            self.same.choice([None, False, *([True] if name != "tied" else [])])
+            for name in self.names
+        ]
+        self.place = self.same.choice(["tensor", "module", "object"])
+        self.reduce = self.same.choice([BRAIN, WIDE])
+        self.view = self.same.choice([False, True])
+        self.master = self.make()
+        self.sums = [None for _ in self.master.parameters()]
+
+    def make(self):
+        torch.manual_seed(self.seed)
+        parts = [PARTS[name]() for name in self.names]
+        return Keeps(parts, self.reentrant, self.place)
+
+    def by_hand(self, x):
+        low = self.make()
+        low.load_state_dict(self.master.state_dict())
+        out = output_of(low.to(BRAIN).train(self.model.training), x.to(BRAIN))
+        if out.requires_grad:
+            out.float().square().sum().backward()
+        return out, [
+            p.grad if p.grad is None else p.grad.to(WIDE) for p in low.parameters()
+        ]
+
+    def forward(self):
+        self.n_data += 1
+        x = data(self.ranks, (self.seed, self.n_data))
+        out, (expected, grads) = output_of(self.model, x), self.by_hand(x)
+        assert_equal(out.detach(), expected.detach(), "the output")
+        return out.float().square().sum(), grads
+
+    def add(self, grads):
+        pairs = zip(self.sums, grads, strict=True)
+        self.sums = [new if old is None else old + new for old, new in pairs]
+
+    def average(self):
+        rows = self.ranks.all([each.to(self.reduce) for each in self.sums])
+        self.sums = [mean_over(row).to(WIDE) for row in zip(*rows, strict=True)]
+
+    def step(self, **options):
+        loss, grads = self.forward()
+        loss.backward(**options)
+        self.add(grads)
+        self.average()
+        return loss, grads
+
+    def twice(self):
+        loss, grads = self.step(retain_graph=True)
+        loss.backward()
+        self.add(grads)
+        if self.place == "tensor":  # otherwise a second one is not seen, as in torch
+            self.average()
+
+    def both(self):
+        """Two forwards, one backward."""
+        (one, first), (other, second) = self.forward(), self.forward()
+        with self.model.no_sync():
+            one.backward()
+        other.backward()
+        self.add(first)
+        self.add(second)
+        self.average()
+
+    def micro(self):
+        with self.model.no_sync():
+            loss, grads = self.forward()
+            loss.backward()
+        self.add(grads)
+
+    def fail(self):
+        self.model.module.fails = True
+        with pytest.raises(KeyError, match="on purpose"):
+            self.model(data(self.ranks, "any"))
+        self.model.module.fails = False
+
+    def evaluate(self):
+        self.model.eval()
+        with torch.no_grad():
+            self.forward()
+        self.model.train()
+
+    def copy(self):
+        self.model.module.kept = None
+        # torch pickles no module with parametrizations.
+        for copied in [copy.deepcopy, *([pickled] if "norm" not in self.names else [])]:
+            for mine, other in zip(
+                copied(self.model.module).parameters(),
+                self.master.parameters(),
+                strict=True,
+            ):
+                assert_equal(mine.detach(), other.detach(), "a copy")
+        self.model.load_state_dict(self.model.state_dict())
+
+    def optimize(self):
+        for model in (self.model, self.master):
+            if model is self.master:
+                for p, total in zip(model.parameters(), self.sums, strict=True):
+                    p.grad = total
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        self.sums = [None for _ in self.sums]
+
+    def run(self):
+        each = self.step, self.twice, self.both, self.micro, self.optimize
+        each += self.fail, self.evaluate, self.copy
+        options = {"gradient_as_bucket_view": self.view, "bucket_cap_mb": 0.0001}
+        wrapped = mixed(
+            self.ranks.wrap, self.make(), BRAIN, self.reduce, BRAIN, **options
+        )
+        with wrapped as self.model:
+            for statement in [*self.same.choices(each, k=8), self.step]:
+                statement()
+                found = dtypes(self.model.parameters())
+                assert found == [WIDE] * len(found)
+                for mine, total in zip(grads_of(self.model), self.sums, strict=True):
+                    assert_equal(mine, total, f"after {statement}")
+
+
+@on_ranks()
+def test_drawn_programs_do_the_same_as_by_hand(ranks):
+    drawn = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 30)))
+    first = ranks.all(drawn)[0]
+    for seed in range(first, first + N_PROGRAMS):
+        try:
+            Program(ranks, seed).run()
+        except Exception as error:
+            error.add_note(f"FUZZ_SEED={seed}")
+            raise

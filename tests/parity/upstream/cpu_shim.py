@@ -57,17 +57,8 @@ def _without_devices(constructor: Callable[..., None]) -> Callable[..., None]:
         kwargs.pop("device_ids", None)
         kwargs.pop("output_device", None)
         constructor(self, *args, **kwargs)
-        if kwargs.get("mixed_precision") is not None:
-            _name_copies(self.module, kwargs["mixed_precision"].param_dtype)
 
     return __init__
-
-
-def _name_copies(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Name what torch's tests ask for: copies that ours has in a forward alone."""
-    for p in module.parameters():
-        if not hasattr(p, "_mp_param") and not hasattr(p, "_ddp_ignored"):
-            p._mp_param, p._fp_param = p.data.to(dtype), p.data  # type: ignore
 
 
 def _small(ones: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import paceline
 import pytest
@@ -16,6 +17,7 @@ from support.prints import without_gloo
 from support.programs import run_python
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -263,7 +265,7 @@ NOT_NEEDED = {
     "broadcast_buffers": [False],
     "forward_sync_buffers": [False],
     "bucket_cap_mb": [25, 0.001],
-    "mixed_precision": [None],
+    "mixed_precision": [None, MixedPrecision(torch.bfloat16)],
     "accumulate_in_fp32": [False],
     "bucket_cap_mb_list": [None, [1, 2]],
     "strict": [True, False],
@@ -289,6 +291,12 @@ OF_ANOTHER_TYPE = [  # name, value, words of the message
     ("strict", "no", "'no'"),
     ("mixed_precision", "any", "'any'"),
     ("mixed_precision", _MixedPrecision(torch.int8), r"int8, .*"),
+    ("mixed_precision", torch.bfloat16, r"torch\.bfloat16"),
+]
+FLAGS = [
+    MixedPrecision(keep_low_precision_grads=True),
+    MixedPrecision(cast_root_forward_inputs=False),
+    SimpleNamespace(**vars(_MixedPrecision()), cast_forward_inputs=False),
 ]
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 NO_GRADIENT = "any parameter that requires a gradient"
@@ -299,6 +307,7 @@ REFUSED = [
     ("process_group", OUTSIDE, ValueError, "process_group does not have this rank"),
     ("module", nn.ReLU(), RuntimeError, NO_GRADIENT),
     ("accumulate_in_fp32", True, NotImplementedError, "is gone: give mixed_precision="),
+    *(("mixed_precision", c, NotImplementedError, "always cast, ") for c in FLAGS),
 ]
 
 
