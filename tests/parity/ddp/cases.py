@@ -322,7 +322,7 @@ def assert_equal(mine, theirs, what):
         return
     assert mine.dtype == theirs.dtype, f"{what}: {mine.dtype} and {theirs.dtype}"
     assert mine.shape == theirs.shape, f"{what}: {mine.shape} and {theirs.shape}"
-    where = torch.nonzero(mine != theirs)
+    where = torch.nonzero(mine.cpu() != theirs.cpu())
     place = tuple(where[0].tolist()) if len(where) else "nan"
     raise AssertionError(
         f"{what}: {len(where)} of {mine.numel()} differ, the first at {place}: "
