@@ -125,7 +125,7 @@ py-test-long: $(INSTALLED) $(DEPENDENCIES) ## the tests marked long
 	$(PY) $(PYTEST) -m "long and not hand" $(PY_TESTS) $(PYTEST_FLAGS)
 
 # The checks for machines with a GPU, on simulated CUDA and NCCL.
-GPU_PARTS := rehearsal replicas contexts
+GPU_PARTS := rehearsal rows replicas contexts
 .PHONY: gpu-fake $(GPU_PARTS:%=gpu-fake-%)
 gpu-fake: ## the checks of tests/gpu on simulated CUDA and NCCL
 	@$(MAKE) --no-print-directory $(PARALLEL) --output-sync=target \

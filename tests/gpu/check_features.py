@@ -1,11 +1,9 @@
-"""Other features of torch's class: join, buffers, SyncBatchNorm, copies."""
+"""Beside a step: SyncBatchNorm, collectives of the user, memory, one rank."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 from functools import partial
 from typing import Any
 
@@ -21,48 +19,10 @@ from check_gradients import (
     step_once,
 )
 from checks import Skip, check, rehearsed
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from twins import Batch, assert_near, plain_step, play
 from world import World
-
-
-@check(worlds=(1, 2, 3))
-def join_with_uneven_batches(world: World) -> None:
-    """A rank without batches counts as zeros; gradients are divided by all ranks."""
-    module = Leaves([(10,), (90_000,)], [torch.float32])
-    model = world.ours(module)
-    n_batches = 6 - world.rank
-    rows = [coefficients_for(world, model, step) for step in range(n_batches)]
-    # All ranks' batches on each rank, for the means by hand.
-    known = world.all([[c.cpu() for c in row] for row in rows])
-    with model.join(divide_by_initial_world_size=True):
-        for step, given in enumerate(rows):
-            model.zero_grad()
-            model(given).backward()
-            for i, p in enumerate(model.parameters()):
-                there = [r[step][i] for r in known if len(r) > step]
-                right = sum(t.double() for t in there) / world.size
-                right = right.float().to(world.device)
-                assert_near(p.grad, right, world.size <= 2, f"step {step}")
-    world.meet()
-
-
-@check(worlds=(1, 2, 3))
-def buffers_of_rank_0(world: World) -> None:
-    module = nn.Sequential(nn.Linear(20, 500), nn.BatchNorm1d(500), nn.Linear(500, 1))
-    model = world.ours(module)
-    for step in range(4):
-        model.zero_grad()
-        x = torch.randn(16, 20, generator=world.generator(step)).to(world.device)
-        model(x).square().mean().backward()
-    model.eval()(x)  # copies rank 0's
-    state = {k: v.cpu() for k, v in model.state_dict().items()}
-    for other in world.all(state):
-        for name in state:
-            if "running" in name or "tracked" in name:
-                assert torch.equal(other[name], state[name]), f"{name} differs"
 
 
 @check(worlds=(2, 3), needs_cuda=True, seconds=90)
@@ -126,54 +86,6 @@ def pairs(world: World, n: int) -> list[Batch]:
     ]
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-@check(worlds=(1, 2))
-def both_kinds_of_checkpointing(world: World) -> None:
-    for reentrant in (False, True):
-        build = partial(Checkpointed, reentrant)
-        play(world, build, pairs(world, 5), plain_step(F.mse_loss))
-
-
-@check(worlds=(1, 2))
-def copies_and_states(world: World) -> None:
-    """A copy has the options of its original, and can train after that is dropped."""
-    leaves = Leaves([(10,), (90_000,)], [torch.float32])
-    model = world.ours(leaves, gradient_as_bucket_view=True)
-    model(coefficients_for(world, model, 1)).backward()
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    for twin in twins:
-        file.seek(0)
-        twin.load_state_dict(torch.load(file, map_location=world.device))
-        good_steps(world, twin, range(3))
-        assert twin._session.options.as_bucket_views
-        assert twin.device_ids == model.device_ids
-    del model
-    for twin in twins:
-        good_steps(world, twin, (9,))
-
-
-@check(worlds=(1, 2))
-def parameters_frozen_and_converted(world: World) -> None:
-    model = world.ours(Leaves([(10,), (90_000,)], [torch.float32]))
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        model.to(dtype)
-        good_steps(world, model, range(3))
-
-
 @check(worlds=(1, 2), needs_cuda=True)
 def from_the_cpu_and_back(world: World) -> None:
     """A model is wrapped, trained, moved to the CPU and back, and trains on."""
@@ -182,18 +94,6 @@ def from_the_cpu_and_back(world: World) -> None:
     model.cpu()
     model.to(world.device)
     good_steps(world, model, range(4))
-
-
-@check(worlds=(2,))
-def parameters_of_rank_0(world: World) -> None:
-    """At construction all ranks, with different values, receive rank 0's."""
-    torch.manual_seed(world.rank)
-    module = nn.Sequential(nn.Linear(100, 2000), nn.BatchNorm1d(2000))
-    model = world.ours(module)
-    state = {k: v.cpu() for k, v in model.state_dict().items()}
-    for other in world.all(state):
-        for name, value in state.items():
-            assert torch.equal(other[name], value), f"{name} differs"
 
 
 @check(worlds=(1, 2), seconds=90)

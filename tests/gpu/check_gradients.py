@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
 from checks import check, is_fake, rehearsed
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _MixedPrecision
 from twins import TOLERANCE, assert_near, equal
 from world import World
 
@@ -137,70 +135,6 @@ def infinities_and_no_numbers(world: World) -> None:
             assert int((~p.grad.isfinite()).sum()) == 3
 
 
-@check(worlds=(1, 2, 3), seconds=90)
-def unused_parameters(world: World) -> None:
-    model = world.ours(Leaves([(9,), (80_000,)] * 6, [torch.float32]))
-    parameters = list(model.parameters())
-    for step in range(8):
-        given: list[Tensor | None] = list(coefficients_for(world, model, step))
-        for number in range(len(given)):
-            used_by_none = number == 11
-            if used_by_none or (number + step + world.rank) % 3 == 0:
-                given[number] = None
-        model.zero_grad()
-        model(given).backward()
-        used = world.all([c is not None for c in given])
-        means = world.means(given, parameters)
-        for number, (p, mean) in enumerate(zip(parameters, means, strict=True)):
-            right = mean if any(row[number] for row in used) else None
-            exact = world.size <= 2
-            assert_near(p.grad, right, exact, f"step {step}, parameter {number}")
-
-
-@check(worlds=(1, 2))
-def accumulation_and_no_sync(world: World) -> None:
-    model = world.ours(Leaves([(10,), (90_000,)], [torch.float32, torch.float16]))
-    for step in range(5):
-        model.zero_grad(set_to_none=step % 2 == 0)
-        rows = [coefficients_for(world, model, 10 * step + i) for i in range(3)]
-        for i, given in enumerate(rows):
-            with model.no_sync() if i < 2 else contextlib.nullcontext():
-                model(given).backward()
-        expect_means(world, model, [sum(cs) for cs in zip(*rows, strict=True)])
-
-
-@check(worlds=(1, 2))
-def gradients_on_top_of_means(world: World) -> None:
-    """Without zero_grad(), a second mean is added to the first, as in torch."""
-    model = world.ours(Leaves([(10,), (90_000,)], [torch.float32]))
-    total: list[Tensor] = []
-    for step in range(4):
-        given = coefficients_for(world, model, step)
-        model(given).backward()
-        means = world.means(given, given)
-        total = [a + b for a, b in zip(total, means, strict=True)] if total else means
-        for p, right in zip(model.parameters(), total, strict=True):
-            assert_near(p.grad, right, True, f"step {step}")
-
-
-@check(worlds=(1, 2))
-def kept_gradients(world: World) -> None:
-    """Gradients that a program holds are not overwritten, in any kind of memory."""
-    model = world.ours(Leaves([(10,), (90_000,), LARGE_SHAPES[0]], [torch.float32]))
-    kept: list[tuple[Tensor, Tensor]] = []
-    for step in range(8):
-        given = step_once(world, model, step)
-        for p in model.parameters():
-            assert p.grad is not None
-            if step % 3 != 2:
-                kept.append((p.grad, p.grad.clone()))
-        expect_means(world, model, list(given))
-        for number, (grad, copy) in enumerate(kept):
-            assert equal(grad, copy), f"step {step}: kept gradient {number} changed"
-        if step == 5:
-            kept.clear()
-
-
 @check(worlds=(1, 2), seconds=90)
 def gradients_dropped_at_once(world: World) -> None:
     """The allocator reuses freed gradients, on this stream and on others."""
@@ -214,28 +148,3 @@ def gradients_dropped_at_once(world: World) -> None:
         del noise
         for mine, right in zip(copies, world.means(given, given), strict=True):
             assert_near(mine, right, True, f"step {step}")
-
-
-@check(worlds=(1, 2))
-def sums_in_float32(world: World) -> None:
-    """16-bit gradients are averaged in float32, and rounded once."""
-    shapes = [(33,), (5000,), (100_001,)]
-    module = Leaves(shapes, [torch.bfloat16, torch.float16])
-    wide = _MixedPrecision(reduce_dtype=torch.float32)
-    model = world.ours(module, mixed_precision=wide)
-    g = world.generator(3)
-    for _ in range(4):
-        given = [
-            torch.randn(p.shape, generator=g).to(p.dtype).to(world.device)
-            for p in model.parameters()
-        ]
-        model.zero_grad()
-        model(given).backward()
-        for p, c in zip(model.parameters(), given, strict=True):
-            rows = [r.float() for r in world.all(c.cpu())]
-            total = rows[0]
-            for row in rows[1:]:
-                total = total + row
-            right = (total / world.size).to(p.dtype).to(world.device)
-            assert p.grad is not None
-            assert_near(p.grad, right, True, f"{p.dtype} of {tuple(p.shape)}")

@@ -12,7 +12,6 @@ import bench_models as models
 import torch
 from checks import Skip, add, check, is_fake, rehearsed
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.func import functional_call
 from torch.nn.parallel.distributed import _MixedPrecision
 from twins import (
@@ -124,7 +123,7 @@ def make_fused_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-# ---- options and hooks --------------------------------------------------------------
+# ---- options ------------------------------------------------------------------------
 
 
 def with_options(world: World, name: str) -> dict[str, Any]:
@@ -137,21 +136,6 @@ def with_options(world: World, name: str) -> dict[str, Any]:
         "wrap_ours": partial(world.ours, **options),
     }
     return train(world, name, inputs_stay=True, **wrappers)
-
-
-def with_half_hook(world: World, name: str) -> dict[str, Any]:
-    """Register torch's hook that sends float16 with both classes."""
-
-    def hooked(wrap: Callable[[nn.Module], Any], module: nn.Module) -> nn.Module:
-        model: nn.Module = wrap(module)
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        return model
-
-    wrappers = {
-        "wrap_theirs": partial(hooked, world.theirs),
-        "wrap_ours": partial(hooked, world.ours),
-    }
-    return train(world, name, **wrappers)
 
 
 def by_hand(world: World, spec: models.ModelSpec, sums: torch.dtype) -> Step:
@@ -221,7 +205,6 @@ ROWS: dict[str, tuple[Callable[..., Any], str, dict[str, Any], tuple[int, ...]]]
     "model_channels_last": (train, "resnet18", LAST, TWO),
     "model_with_options": (with_options, "transformer", {}, TWO),
     "fused_adam": (train, "transformer", {"make_optimizer": make_fused_adam}, TWO),
-    "half_hook": (with_half_hook, "digits", {}, TWO),
     "mixed_digits": (in_fewer_bits, "digits", {"sums": torch.float32}, TWO),
     "mixed_transformer": (in_fewer_bits, "transformer", {"sums": torch.bfloat16}, TWO),
     "mixed_resnet18": (in_fewer_bits, "resnet18", {"sums": torch.float32}, TWO),

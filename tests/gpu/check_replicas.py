@@ -1,8 +1,12 @@
-"""Models trained by replicas on one GPU, compared with the plain module there."""
+"""Models in float32 and 16 bits by replicas on one GPU, beside the plain module.
+
+check_programs.py has all else, in float64.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,20 +44,9 @@ def mean_of(x: Tensor) -> Tensor:
     return x.mean(1)
 
 
-def tokens(is_sparse: bool = False) -> nn.Module:
-    embedding = nn.Embedding(200, 24, sparse=is_sparse)
+def sparse_tokens() -> nn.Module:
+    embedding = nn.Embedding(200, 24, sparse=True)
     return Scores(embedding, mean_of, nn.Linear(24, 5))
-
-
-sparse_tokens = partial(tokens, is_sparse=True)
-
-
-def tied() -> nn.Module:
-    """Make an embedding that shares its weight with the last layer."""
-    head = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 50, bias=False))
-    embedding = nn.Embedding(50, 24)
-    head[2].weight = embedding.weight
-    return Scores(embedding, mean_of, head)
 
 
 def lstm() -> nn.Module:
@@ -101,7 +94,6 @@ def cnn() -> nn.Module:
 def batches_of(
     world: World,
     shape: tuple[int, ...],
-    n_classes: int = 5,
     n_tokens: int = 0,
     n_steps: int = N_STEPS,
     dtype: torch.dtype = torch.float32,
@@ -114,7 +106,7 @@ def batches_of(
         x = torch.randn(full, generator=g).to(dtype)
         if n_tokens:
             x = torch.randint(n_tokens, full, generator=g)
-        rows.append((x, torch.randint(n_classes, (N_ROWS,), generator=g)))
+        rows.append((x, torch.randint(5, (N_ROWS,), generator=g)))
     return rows
 
 
@@ -145,38 +137,13 @@ resnet = partial(models.build_resnet18, rehearsed(64, 8))  # many segments, two 
 
 trains("train_mlp", mlp, (16,))
 trains("train_cnn_with_batch_norm", cnn, (3, 8, 8), NORM)  # replica 0's are kept
-trains("train_cnn_with_fixed_batch_norm", lambda: cnn().eval(), (3, 8, 8))
-trains("train_embedding", tokens, (6,), n_tokens=200)
 trains("train_sparse_embedding", sparse_tokens, (6,), n_tokens=200)
 trains("train_lstm", lstm, (9, 12))
 trains("train_transformer", encoder, (7, 32))
 trains("train_resnet", resnet, (3, 32, 32), DEEP_NORM, n_steps=3)
 trains("train_large_mlp", wide_mlp, (WIDE,), n_steps=3)
-trains("train_tied_weights", tied, (6,), n_tokens=50, n_classes=50)
 trains("parameters_in_bf16", lambda: mlp().bfloat16(), (16,), dtype=torch.bfloat16)
 trains("parameters_in_fp16", lambda: mlp().half(), (16,), dtype=torch.float16)
-trains("parameters_in_f64", lambda: mlp().double(), (16,), dtype=torch.float64)
-
-
-@check(worlds=(1,))
-def train_with_frozen_parameters(world: World) -> dict[str, Any]:
-    """Parameters are frozen from the start, and unfrozen later."""
-
-    def build() -> nn.Module:
-        module = mlp()
-        next(module.parameters()).requires_grad_(False)
-        return module
-
-    count = 0
-
-    def step(model: nn.Module, optimizer: Any, batch: Batch) -> None:
-        nonlocal count
-        count += 1
-        first = next(model.parameters())
-        first.requires_grad_(count % N_STEPS == 0)  # in the last step of each model
-        STEP(model, optimizer, batch)
-
-    return play(world, build, batches_of(world, (16,)), step)
 
 
 # ---- dtypes -------------------------------------------------------------------------
@@ -246,50 +213,6 @@ def same_outputs(model: Any, by_hand: Any, x: Tensor, what: str) -> Tensor:
 
 
 @check(worlds=(1,))
-def gradients_accumulate(world: World) -> dict[str, Any]:
-    """Gradients accumulate over four backwards, and are zeroed in place."""
-
-    def step(model: nn.Module, optimizer: Any, batch: Batch) -> None:
-        optimizer.zero_grad(set_to_none=False)
-        x, y = batch
-        for shift in range(4):
-            loss = F.cross_entropy(model(x.roll(shift, 0)), y)
-            (loss / (shift + 1)).backward()
-
-    return play(world, mlp, batches_of(world, (16,)), step)
-
-
-@check(worlds=(1,))
-def two_forwards_before_two_backwards(world: World) -> dict[str, Any]:
-    model, by_hand = pair(world, smooth)
-    x, other = world.normal(N_ROWS, 16, seed=1), world.normal(9, 16, seed=2)
-    far = []
-    for order in ((0, 1), (1, 0)):
-        for each in (model, by_hand):
-            each.zero_grad()
-            losses = [each(x).square().mean(), each(other).square().sum()]
-            for i in order:
-                losses[i].backward()
-        far.append(assert_same_gradients(model, by_hand, f"order {order},"))
-    return {"far": far}
-
-
-@check(worlds=(1,))
-def a_batch_of_fewer_rows_than_replicas(world: World) -> None:
-    model, by_hand = pair(world, smooth, 3)
-    for rows in (1, 2, 3, 4, 1):
-        x = world.normal(rows, 16, seed=rows)
-        plain = by_hand.module
-        model.zero_grad()
-        plain.zero_grad()
-        out, right = model(x), plain(x)
-        assert_near(out, right, f"output for {rows} rows", 2e-4)
-        out.square().sum().backward()
-        right.square().sum().backward()
-        assert_same_gradients(model, plain, f"{rows} rows,")
-
-
-@check(worlds=(1,))
 def one_device_is_as_torchs_class(world: World) -> dict[str, Any]:
     """Compare `device_ids=[0]` with torch.nn.DataParallel(device_ids=[0])."""
     if is_fake():
@@ -307,3 +230,32 @@ def one_device_is_as_torchs_class(world: World) -> dict[str, Any]:
     outputs[0].square().sum().backward()
     outputs[1].square().sum().backward()
     return {"far": assert_same_gradients(ours, theirs)}
+
+
+# ---- inputs -------------------------------------------------------------------------
+
+LARGE = 4096  # rows: such inputs go through pinned memory
+
+
+@check(worlds=(1,))
+def inputs_on_the_cpu(world: World) -> dict[str, Any]:
+    """Inputs of any size in pinned or other memory, which may change after the call."""
+    model, by_hand = pair(world, smooth, 3)
+    is_real = world.device.type == "cuda"
+    figures = {}
+    for n_rows, is_pinned in itertools.product((N_ROWS, LARGE), (False, is_real)):
+        x = torch.randn(n_rows, 16, generator=world.generator(n_rows))
+        right = by_hand(x.to(world.device))
+        for number in range(3):
+            given = x.pin_memory() if is_pinned else x.clone()
+            out = model(given)
+            assert out.device == world.device, f"the output is on {out.device}"
+            if not is_pinned:
+                given.zero_()
+            assert_near(out, right, f"call {number} of {n_rows} rows")
+        for each, output in ((model, out), (by_hand, right)):
+            each.zero_grad()
+            output.square().mean().backward()
+        words = f"{n_rows}_rows{'_pinned' if is_pinned else ''}"
+        figures[words] = assert_same_gradients(model, by_hand)
+    return figures

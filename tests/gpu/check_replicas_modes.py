@@ -1,17 +1,15 @@
-"""Replicas on one GPU with features of autograd, the allocator and streams."""
+"""Replicas on one GPU: what is sent, random numbers, streams and memory."""
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import bench_models as models
 import torch
 from check_replicas import N_ROWS, mlp, pair, same_outputs, same_step, smooth
 from checks import check
-from replica_twins import assert_near, assert_same_gradients
+from replica_twins import assert_near
 from replica_world import World, allocated
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -38,27 +36,6 @@ def large_mlp() -> nn.Module:
 
 
 @check(worlds=(1,))
-def evaluation_sees_all_writes(world: World) -> dict[str, Any]:
-    """After training, and after writes that autograd's versions do not count."""
-    model, by_hand = pair(world, mlp, 3)
-    x = world.normal(N_ROWS, 16)
-    train(model, x)
-    counts = world.count_native(model)
-    for number in range(4):
-        if number % 2:
-            train(model.train(), x, 2)
-        counts.clear()
-        model.eval()
-        next(model.parameters()).data.mul_(1.5)
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                words = f"output of evaluation {number}, {mode.__name__}"
-                same_outputs(model, by_hand, x, words)
-        assert counts["broadcast"] + counts["refresh"] == 2, f"calls: {counts}"
-    return {"calls": dict(counts)}
-
-
-@check(worlds=(1,))
 def what_has_not_changed_is_not_sent(world: World) -> dict[str, Any]:
     """In evaluations of a large model; writes without a version are still found."""
     model, by_hand = pair(world, large_mlp, 3)
@@ -79,96 +56,29 @@ def what_has_not_changed_is_not_sent(world: World) -> dict[str, Any]:
     return {"calls": dict(counts)}
 
 
-@check(worlds=(1,))
-def a_step_between_forward_and_backward_raises(world: World) -> dict[str, Any]:
-    """It raises as with the plain module, and the next step is right."""
-    model, by_hand = pair(world, smooth)
-    x = world.normal(N_ROWS, 16)
-    train(model, x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    loss = model(x).square().sum()
-    optimizer.step()
-    words = ""
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        words = str(error)
-    assert "modified by an inplace operation" in words, f"no such error: {words!r}"
-    by_hand.module.load_state_dict(model.module.state_dict())
-    same_step(model, by_hand, x)
-    return {"words": words[:300]}
-
-
-# ---- the graph ----------------------------------------------------------------------
-
-
-def _penalty(model: nn.Module, x: Tensor, *, of_parameters: bool) -> Tensor:
-    out = model(x).square().sum()
-    targets = list(model.parameters()) if of_parameters else [x]
-    found = torch.autograd.grad(out, targets, create_graph=True)
-    return out + sum(g.square().sum() for g in found)
-
-
-@check(worlds=(1,))
-def gradient_penalty(world: World) -> dict[str, Any]:
-    """Penalties on gradients of inputs and of parameters."""
-    figures = {}
-    for n in (2, 3):
-        for of_parameters in (False, True):
-            model, by_hand = pair(world, smooth, n)
-            grads = []
-            for each in (model, by_hand):
-                x = world.normal(N_ROWS, 16).requires_grad_()
-                _penalty(each, x, of_parameters=of_parameters).backward()
-                grads.append(x.grad)
-            what = "of_parameters" if of_parameters else "of_inputs"
-            assert_near(grads[0], grads[1], f"{what}: gradient of the input")
-            figures[f"{n}_{what}"] = assert_same_gradients(model, by_hand, what)
-    return figures
+# ---- random numbers -----------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
     """Layers with a middle part that is recomputed in backward."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 5)
         self.middle = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.3))
-        self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the same as without a checkpoint."""
         x = torch.tanh(self.first(x))
-        x = checkpoint(self.middle, x, use_reentrant=self.use_reentrant)
+        x = checkpoint(self.middle, x, use_reentrant=False)
         scores: Tensor = self.last(x)
         return scores
 
 
 @check(worlds=(1,))
-def checkpoints_of_both_kinds(world: World) -> dict[str, Any]:
-    """Checkpoints inside the module and around the wrapper, of both kinds."""
-    figures = {}
-    x = world.normal(N_ROWS, 16)
-    for use_reentrant in (False, True):
-        model, by_hand = pair(world, partial(Checkpointed, use_reentrant=use_reentrant))
-        model.module.middle[2].p = by_hand.module.middle[2].p = 0.0
-        word = "reentrant" if use_reentrant else "other"
-        for _ in range(2):
-            inside = same_step(model, by_hand, x, f"{word}, inside:")
-        model, by_hand = pair(world, smooth)
-        for each in (model, by_hand):
-            given = x.clone().requires_grad_()
-            out = checkpoint(each, given, use_reentrant=use_reentrant)
-            out.square().sum().backward()
-        around = assert_same_gradients(model, by_hand, f"{word}, around:")
-        figures[word] = {"inside": inside, "around": around}
-    return figures
-
-
-@check(worlds=(1,))
 def dropout_can_be_repeated(world: World) -> None:
     """torch.manual_seed repeats masks, in a checkpoint too; replicas' masks differ."""
-    model = world.wrap(Checkpointed(use_reentrant=False))
+    model = world.wrap(Checkpointed())
     x = world.normal(1, 16).expand(N_ROWS, 16).contiguous()
     rows: list[list[Tensor]] = []
     for _ in range(3):
@@ -185,67 +95,6 @@ def dropout_can_be_repeated(world: World) -> None:
     assert not torch.equal(first, second), "two forwards have the same masks"
     half = N_ROWS // 2
     assert not torch.equal(first[:half], first[half:]), "replicas have the same masks"
-
-
-# ---- several, and failures ----------------------------------------------------------
-
-
-class Picky(nn.Module):
-    """Raises for rows with large numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output, or raise."""
-        if bool((x > 100).any()):
-            raise LookupError("made for this check")
-        scores: Tensor = self.layer(x)
-        return scores
-
-
-@check(worlds=(1,))
-def exceptions_name_the_replica(world: World) -> dict[str, Any]:
-    model, by_hand = pair(world, Picky, 3)
-    words = {}
-    for replica, row in enumerate((0, N_ROWS // 2, N_ROWS - 1)):
-        for _ in range(2):  # in order, then concurrently
-            x = world.normal(N_ROWS, 16)
-            x[row] = 1000.0
-            try:
-                model(x)
-            except LookupError as error:
-                words[replica] = str(error)
-            else:
-                raise AssertionError("nothing was raised")
-            told = f"in replica {replica} on device"
-            assert told in words[replica], words[replica]
-            assert "made for this check" in words[replica], words[replica]
-            same_step(model, by_hand, world.normal(N_ROWS, 16), "after an error:")
-    return {"words": words[1].partition("\n")[0]}
-
-
-@check(worlds=(1,))
-def several_wrappers_at_a_time(world: World) -> None:
-    """Mix their forwards and backwards, then run each on a separate thread."""
-    pairs = [pair(world, build, n) for build, n in ((mlp, 2), (smooth, 3), (mlp, 3))]
-    xs = [world.normal(N_ROWS + i, 16, seed=i) for i in range(len(pairs))]
-    for _ in range(3):
-        losses = [m(x).square().sum() for (m, _), x in zip(pairs, xs, strict=True)]
-        for loss in reversed(losses):
-            loss.backward()
-    for (_, by_hand), x in zip(pairs, xs, strict=True):
-        for _ in range(3):
-            by_hand(x).square().sum().backward()
-    for number, (model, by_hand) in enumerate(pairs):
-        assert_same_gradients(model, by_hand, f"wrapper {number}, mixed:")
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        list(pool.map(lambda each, x: train(each[0], x, 5), pairs, xs))
-    for (model, by_hand), x in zip(pairs, xs, strict=True):
-        train(by_hand, x, 5)
-        for p, q in zip(model.parameters(), by_hand.parameters(), strict=True):
-            assert_near(p, q, "a parameter that a thread has trained", 1e-3)
 
 
 # ---- streams and memory of the GPU --------------------------------------------------

@@ -46,6 +46,7 @@ PARTS = [
     Part("failures", 150, "errors in backward, dead and silent ranks, bad input"),
     Part("contexts", 60, "copies and events between contexts, as between GPUs"),
     Part("alone", 150, "one rank with a reducer: as nccl"),
+    Part("rows", 240, "the rows of tests/parity for GPUs; needs pytest"),
     Part("expandable", 150, "replicas and alone, torch's segments are expandable"),
     Part("pools", 150, "replicas and alone, torch allocates by cudaMallocAsync"),
     Part("sanitizer", 240, "compute-sanitizer: contexts, kernels, a step"),

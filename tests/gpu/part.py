@@ -19,7 +19,8 @@ def main() -> int:
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     if name != "build":  # it uses only the packages that it builds
         tests = HERE.parent
-        paths = [str(tests / "bench"), str(tests)]
+        folders = "bench", ".", "parity/ddp", "parity/dp", "unit/native"
+        paths = [str(tests / folder) for folder in folders]
         if not os.environ.get("PACELINE_GPU_INSTALLED"):
             paths.insert(0, str(SITES["nvrtc" if name == "first" else "default"]))
         sys.path[:0] = paths

@@ -16,7 +16,7 @@ import session
 from checks import Check, Skip, checks_of, is_fake, run_here
 
 GRADIENTS = ("check_gradients", "check_models", "check_modes", "check_features")
-REPLICAS = ("check_replicas", "check_replicas_modes", "check_replicas_input")
+REPLICAS = ("check_replicas", "check_replicas_modes")
 ON_RANKS = {
     "alone": (GRADIENTS, (1,)),
     "nccl": (GRADIENTS, (2, 3)),
@@ -29,12 +29,11 @@ FIRST_NCCL = 23003  # 2.30.3 is the first to put two ranks on one GPU
 FIRST_ALONE = """check_models.model_digits check_gradients.sizes_and_types
     check_failures.an_exception_in_backward check_modes.graph_of_digits"""
 FIRST_REPLICAS = """check_replicas.train_mlp
-    check_replicas_modes.evaluation_sees_all_writes
+    check_programs.programs_writes
     check_replicas_modes.a_step_waits_for_nothing"""
 FIRST_TOGETHER = """check_models.model_digits check_gradients.sizes_and_types
-    check_models.model_transformer check_gradients.unused_parameters
-    check_features.buffers_of_rank_0 check_failures.an_exception_in_backward
-    check_failures.a_rank_that_is_killed"""
+    check_models.model_transformer check_rows.rows_models
+    check_failures.an_exception_in_backward check_failures.a_rank_that_is_killed"""
 
 
 def run(name: str, seconds: float) -> bool:
@@ -51,6 +50,7 @@ def run(name: str, seconds: float) -> bool:
         "replicas": replicas,
         "expandable": partial(under, "expandable_segments:True"),
         "pools": partial(under, "backend:cudaMallocAsync"),
+        "rows": rows,
         "traces": traces,
         "bench": bench,
         "rehearsal": rehearsal,
@@ -141,6 +141,15 @@ def replicas(until: float) -> bool:
     from replica_world import in_one_process
 
     return session.run_on_ranks(in_one_process(checks_in(REPLICAS)), (1,), until)
+
+
+def rows(until: float) -> bool:
+    """Run the rows of tests/parity for GPUs, which the Python suite simulates."""
+    from replica_world import in_one_process
+
+    programs = in_one_process(checks_in(("check_programs",)))
+    good = session.run_on_ranks(programs, (1,), until)
+    return session.run_on_ranks(checks_in(("check_rows",)), (2, 3), until) and good
 
 
 def under(allocator: str, until: float) -> bool:

@@ -25,7 +25,10 @@ NOT_RUN = "not run"
 BUILD = "imports"  # all other checks need this one to pass
 N_WORDS = 4000  # characters of a failure in the JSON; the text has all
 HEADER = Path(sysconfig.get_path("include"), "Python.h")
-PACKAGES = ("torch", "numpy", "triton", "cloudpickle", "setuptools", "nvidia-nccl-cu13")
+PACKAGES = (
+    *("torch", "numpy", "triton", "cloudpickle", "setuptools", "pytest"),
+    "nvidia-nccl-cu13",
+)
 
 
 def ask(*command: str) -> str:

@@ -214,6 +214,27 @@ class SeveralGpus(_gpu.Machine):
         return _native.Device(index, driver=path, nvrtc=path, dlpack_type=12)
 
 
+class OwnGpu(SeveralGpus):
+    """The one GPU of a rank, as a torch device of support/devices."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(1)
+        self.rank = rank
+
+    def identity(self, index: int, nccl_version: int) -> str:
+        return f"GPU {self.rank}"
+
+
+def show_own(rank: int) -> None:
+    """Have this process use the GPU of its rank, as `torch.device("gpu")`."""
+    devices.load()
+    devices.show(1)
+    _gpu.machine = machine = OwnGpu(rank)
+    torch_cuda.current_stream = machine.current_stream
+    torch_cuda.empty_cache = lambda: fake().fake_empty_caches()
+    torch_core.attach()
+
+
 _PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=4,schedule=late"
 
 

@@ -46,6 +46,10 @@ PEER_SECONDS = 10.0
 BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "480"))
 SKIPPED = "skipped on every rank: "
 
+# Set by tests/gpu/check_rows.py, which runs cases on a GPU.
+backend = None
+on_torchs_device = contextlib.nullcontext  # a context for torch's class
+
 _results = {}  # (module, n_ranks): {case: description of the failure, or None}
 
 
@@ -63,7 +67,7 @@ def on_ranks(*n_ranks, **axes):
 
 
 def on_gpus_too(*n_ranks, **axes):
-    """Also run a test on simulated GPUs, with some of its values of the axes."""
+    """Also run a test on GPUs, with some of its values of the axes."""
 
     def decorate(body):
         body.on_gpus = n_ranks or (2,), {**getattr(body, "axes", {}), **axes}
@@ -170,16 +174,17 @@ def run_cases(rank, n_ranks, module, cases):
     bodies = importlib.import_module(module)
     store = dist.distributed_c10d._get_default_store()
     return [
-        _run_case(rank, n_ranks, store, number, getattr(bodies, name), point)
+        run_case(rank, n_ranks, store, number, getattr(bodies, name), point)
         for number, (name, *point) in enumerate(cases)
     ]
 
 
-def _run_case(rank, n_ranks, store, number, body, point):
+def run_case(rank, n_ranks, store, number, body, point):
+    """Run a case; return a description of its failure, or None."""
     print(f"case {body.__name__} {point}", file=sys.stderr, flush=True)
     group = None
     try:
-        group = dist.new_group(timeout=timedelta(seconds=PEER_SECONDS))
+        group = dist.new_group(timeout=timedelta(seconds=PEER_SECONDS), backend=backend)
         torch.manual_seed(number)
         body(Ranks(rank, n_ranks, group), *point)
         words = None
@@ -275,7 +280,7 @@ class Ranks:
     def generator(self, *key):
         """Return a generator that is seeded by the rank and the key."""
         seed = zlib.crc32(repr((self.rank, *key)).encode())
-        return torch.Generator().manual_seed(seed)
+        return torch.Generator(torch.empty(0).device).manual_seed(seed)
 
     def integers(self, *shape, dtype=torch.float32, key=0):
         """Return this rank's small integers: sums of them are exact in any dtype."""
@@ -287,7 +292,7 @@ def bits(tensor):
     """Return a tensor's dtype, shape and bytes for comparison; None stays None."""
     if tensor is None:
         return None
-    data = tensor.detach().contiguous()
+    data = tensor.detach().contiguous().cpu()
     if data.is_complex():
         data = torch.view_as_real(data)
     return (
@@ -317,7 +322,7 @@ def assert_equal(mine, theirs, what):
         return
     assert mine.dtype == theirs.dtype, f"{what}: {mine.dtype} and {theirs.dtype}"
     assert mine.shape == theirs.shape, f"{what}: {mine.shape} and {theirs.shape}"
-    where = torch.nonzero(mine != theirs)
+    where = torch.nonzero(mine.cpu() != theirs.cpu())
     place = tuple(where[0].tolist()) if len(where) else "nan"
     raise AssertionError(
         f"{what}: {len(where)} of {mine.numel()} differ, the first at {place}: "
@@ -342,9 +347,11 @@ def assert_same_grads(mine, theirs, what="now"):
 def compare_with_torch(ranks, program, *point):
     """Run a program with both classes; check that they yield the same."""
     runs = []
-    for wrap in (ranks.wrap_by_torch, ranks.wrap):
+    here = contextlib.nullcontext
+    for wrap, place in ((ranks.wrap_by_torch, on_torchs_device), (ranks.wrap, here)):
         torch.manual_seed(1)
-        runs.append([_kept(found) for found in program(ranks, wrap, *point)])
+        with place():
+            runs.append([_kept(found) for found in program(ranks, wrap, *point)])
     for i, (theirs, mine) in enumerate(zip(*runs, strict=True)):
         _assert_alike(mine, theirs, f"yielded {i}")
 
@@ -383,7 +390,8 @@ def integer_weights(module, low=-2, high=3):
     with torch.no_grad():
         for p in module.parameters():
             real = torch.view_as_real(p) if p.is_complex() else p
-            drawn = torch.randint(low, high, real.shape, generator=generator)
+            options = {"generator": generator, "device": "cpu"}
+            drawn = torch.randint(low, high, real.shape, **options)
             real.copy_(drawn)
     return module
 

@@ -1,6 +1,7 @@
 """Run tests of the CPU on simulated CUDA and NCCL too: those with `@on_gpus_too`.
 
-`tests/gpu/check_*.py` check gradients, models and failures; they are not repeated here.
+`tests/gpu/check_rows.py` runs them on a GPU.  What `tests/gpu/check_*.py` check of
+gradients, models and failures is not repeated here.
 """
 
 import importlib

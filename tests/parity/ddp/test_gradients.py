@@ -104,8 +104,9 @@ def test_random_gradients_have_the_same_bits_on_every_rank(ranks, cap):
     naps = ranks.generator("naps")
 
     def nap(gradient):
-        if torch.rand((), generator=naps) < 0.3:
-            time.sleep(0.004 * torch.rand((), generator=naps).item())
+        chance, length = torch.rand(2, generator=naps, device=naps.device).tolist()
+        if chance < 0.3:
+            time.sleep(0.004 * length)
 
     for p in model.parameters():
         p.register_hook(nap)

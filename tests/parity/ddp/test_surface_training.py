@@ -101,14 +101,14 @@ def test_buffers_come_from_rank_0_at_the_start_as_in_torch(ranks, wrap, sync):
 @on_gpus_too()
 def test_synchronisation_of_buffers_may_be_switched_off_and_on(ranks):
     model = ranks.wrap(Counting(0))
-    seen = []
+    seen, x = [], torch.ones(X.shape)
     for value in (False, True):
         model.broadcast_buffers = value
         assert model.forward_sync_buffers is model.will_sync_module_buffers() is value
-        out = model(X)
+        out = model(x)
         model.module.seen.fill_(ranks.rank + 5)
         out.sum().backward()
-        model(X)
+        model(x)
         seen.append(model.module.seen.item())
     assert seen == [5.0 + ranks.rank, 5.0]
 

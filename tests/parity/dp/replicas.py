@@ -38,13 +38,19 @@ RELATIVE = 1e-12  # float64, sums of some hundred numbers in another order
 def integers(*shape, seed=0, dtype=torch.float64, low=-3, high=3):
     """Return small integers that depend only on the seed and the shape."""
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
-    return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
+    options = {"generator": generator, "device": "cpu"}
+    return torch.randint(low, high + 1, shape, **options).to(_here(), dtype)
 
 
 def reals(*shape, seed=0):
     """Return normal numbers in float64 that depend only on the seed and the shape."""
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, device="cpu", **F64).to(_here())
+
+
+def _here():
+    """Return the device on which torch makes new tensors."""
+    return torch.empty(0).device
 
 
 def integer_weights(module, seed=0, dtype=torch.float64):

@@ -4,7 +4,6 @@ import copy
 import os
 import warnings
 
-import numpy as np
 import paceline
 import pytest
 import torch
@@ -302,20 +301,6 @@ def test_a_world_knows_its_rank_and_its_size_and_starts_as_zeros():
     assert not any(memoryview(world))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["all-reduce", "reduce", "all-gather", "broadcast", "barrier"],
-)
-def test_every_operation_on_one_rank_keeps_the_values(kind):
-    world = make_world()
-    data = np.frombuffer(world, dtype=np.int32)
-    data[:] = np.arange(data.size)
-    world.wait(world.issue(kind, "int32", "sum", 64, 32 * (kind != "barrier")))
-    assert data.tolist() == list(range(data.size))
-    world.leave()
-    world.leave()  # a second call does nothing
-
-
 def test_a_world_that_failed_stays_so_but_its_recording_may_go_on():
     name, listener = f"goes-on-{os.getpid()}", _native.Listener()
     met = [listener, listener.address]
@@ -331,6 +316,7 @@ def test_a_world_that_failed_stays_so_but_its_recording_may_go_on():
         world.check_gone()
     ranks[0].record(None)
     ranks[0].leave()
+    ranks[0].leave()  # a second call does nothing
     with pytest.raises(paceline.PeerError, match=r"rank 0 .* has left"):
         ranks[1].check_gone()
     assert len(list(_recorder.find(name))) == 1

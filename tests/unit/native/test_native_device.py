@@ -1,5 +1,6 @@
-"""The native module's reducer on a device: one rank, on simulated CUDA."""
+"""The native module's devices, and worlds and reducers on them: on simulated CUDA."""
 
+import ctypes
 import sys
 import threading
 import time
@@ -7,11 +8,11 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from natives import MIB, follow, make_world
 from natives_on_device import (
     SIZES,
     backward,
-    count,
     fake,
     fake_device,
     make_device,
@@ -25,6 +26,7 @@ from paceline._compat import torch_core, torch_cuda
 from support import fake_gpus
 from support.failing import FailsInBackward
 from support.leaks import assert_leaves_nothing
+from support.ranks import run_ranks, values
 
 
 @pytest.fixture
@@ -173,22 +175,6 @@ def test_the_current_stream_is_asked_for_and_used(stream):
     assert 0 < stream.asked < 30
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_gradients_are_views_that_stay_in_their_slots(stream, accumulates):
-    small, large = params = parameters(3, 1000)
-    reducer = make_device_reducer(params)
-    for step in (1, 2, 3, 4):
-        if step == 3:
-            before = count("cuMemAlloc"), large.grad.data_ptr()
-        if not accumulates:
-            small.grad = large.grad = None
-        backward((small, step), (large, step))
-    total = 10.0 if accumulates else 4.0
-    assert large.grad.unique().tolist() == small.grad.unique().tolist() == [total]
-    assert (count("cuMemAlloc"), large.grad.data_ptr()) == before
-    assert reducer.step == 4
-
-
 # ---- lifetimes ----------------------------------------------------------------------
 
 
@@ -302,21 +288,6 @@ def test_hundreds_of_devices_worlds_and_reducers_leave_nothing(stream):
 # ---- capture ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def learned(stream):
-    """Return a reducer that has learned its order of steps on a separate stream."""
-
-    def make(*shapes):
-        params = parameters(*shapes)
-        reducer = make_device_reducer(params)
-        stream.new()
-        for _ in range(3):
-            step(params)
-        return params, reducer
-
-    return make
-
-
 def test_a_capture_before_the_order_is_known_asks_for_steps_before(stream):
     params = parameters(3, 1000)
     reducer = make_device_reducer(params)
@@ -330,38 +301,73 @@ def test_a_capture_before_the_order_is_known_asks_for_steps_before(stream):
     assert [p.grad.unique().tolist() for p in params] == [[4.0]] * 2
 
 
-def test_a_step_can_be_captured_once_the_order_is_known(stream, learned):
-    params, reducer = learned(3, 5)
-    before = count("cuMemAlloc")
-    with stream.captured() as graph:
-        step(params)
-    for p in params:
-        p.grad.zero_()
-    assert graph[0]() == 0
-    assert count("cuMemAlloc") == before
-    assert reducer.step == 4
+# ---- broadcasts between two ranks ---------------------------------------------------
 
 
-def test_gradients_that_are_kept_cannot_be_while_a_step_is_captured(stream, learned):
-    params, reducer = learned(3, 1000)
-    kept = params[1].grad
-    words = "gradients of an earlier step are kept"
-    with stream.captured(), pytest.raises(RuntimeError, match=words):
-        step(params)
-    assert kept.unique().tolist() == [1.0]
-    assert reducer.has_failed
+def meet(rank, n_ranks, name="address"):
+    """Return the arguments of RankWorld about the ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        meeting = _native.Listener()
+        store.set(name, meeting.address)
+    else:
+        meeting = store.get(name).decode()
+    return {
+        "rank": rank,
+        "world_size": n_ranks,
+        "pids": [0] * n_ranks,
+        "meeting": meeting,
+        "timeout": 20.0,
+    }
 
 
-def test_memory_of_a_captured_step_lives_as_long_as_its_reducer(stream, learned):
-    params, reducer = learned(1000)
-    (large,) = params
-    large.grad = None
-    with stream.captured():
-        step(params)
-    n_before, kept = fake().fake_bytes_in_use(0), large.grad
-    step(params)  # uses other memory
-    kept = large.grad = None
-    step(params)
-    assert fake().fake_bytes_in_use(0) > n_before
-    assert kept is None
-    del reducer
+def send_words(rank, n_ranks):
+    """Test a device that does not take CPU tensors: ranks exchange only host words."""
+    with fake_device():
+        world = make_world(
+            arena_bytes=256,
+            device=make_device(dlpack_type=2),
+            device_bytes=1 << 20,
+            nccl=fake_gpus.library(),
+            **meet(rank, n_ranks),
+        )
+        counts = torch.arange(100) + rank
+        world.broadcast([counts], 0)
+        return counts.sum().item()
+
+
+def test_tensors_on_the_cpu_go_by_the_words_of_a_device_world():
+    assert values(run_ranks(send_words, 2)) == [4950, 4950]
+
+
+SCHEDULES = ["schedule=late", "schedule=random,seed=1", "schedule=random,seed=2"]
+
+
+def look_first_at(which, stream, device):
+    """Wait for only the user's stream, or first for the device's own stream."""
+    if which == "the device's own":
+        device.synchronize()
+    assert fake().cuStreamSynchronize(ctypes.c_void_p(stream.now)) == 0
+
+
+def send_in_every_order(rank, n_ranks, which):
+    seen = []
+    for turn, options in enumerate(SCHEDULES):
+        with fake_device(options) as stream:
+            device = make_device()
+            world = make_device_world(
+                parameters(3), device=device, **meet(rank, n_ranks, f"address{turn}")
+            )
+            stream.new()
+            parts = [torch.full((n,), float(rank + n)) for n in (7, 300_000, 1)]
+            world.broadcast(parts, 1)
+            look_first_at(which, stream, device)
+            seen.append([t.unique().tolist() for t in parts])
+            del world, device
+    return seen
+
+
+@pytest.mark.parametrize("which", ["the user's", "the device's own"])
+def test_a_broadcast_is_behind_and_before_the_users_stream(which):
+    for seen in values(run_ranks(send_in_every_order, 2, which)):
+        assert seen == [[[8.0], [300_001.0], [2.0]]] * len(SCHEDULES)

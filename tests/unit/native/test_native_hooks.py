@@ -161,41 +161,38 @@ def test_buckets_are_read_and_written_without_the_room_between_slots():
     assert back.tolist() == [*range(8)]
 
 
-# ---- on_finish, fires, strict -------------------------------------------------------
+# ---- on_finish, ready_counts, strict ------------------------------------------------
 
 
 def test_the_end_of_each_step_is_told_once_all_gradients_are_there():
     p, unused = ones(3, 3000)
     reducer = reducer_of(p, unused)
     told = []
-    reducer.on_finish = lambda: told.append((p.grad.tolist(), reducer.ready_counts))
-    assert reducer.on_finish is not None
-    for _ in range(2):
+
+    def tell():
+        told.append((p.grad.tolist(), reducer.ready_counts))
+        if len(told) == 2:
+            reducer.on_finish = None  # what is called may change who is told
+
+    reducer.on_finish = tell
+    del tell
+    for _ in range(3):
         p.grad = None
         p.sum().backward()
     assert told == [([1.0] * 3, b"\1\0")] * 2
-    reducer.on_finish = None
-    p.sum().backward()
+    reducer.on_finish = print
     del reducer.on_finish
     assert reducer.on_finish is None
-    p.sum().backward()
-    assert len(told) == 2
 
 
-def test_what_is_told_of_the_end_may_change_who_is_told():
-    (p,) = ones(3)
-    reducer = reducer_of(p)
-    told = []
-
-    def first():
-        reducer.on_finish = lambda: told.append(2)
-        told.append(1)
-
-    reducer.on_finish = first
-    del first
-    for _ in range(2):
-        p.sum().backward()
-    assert told == [1, 2]
+def test_whether_to_be_strict_is_a_bool():
+    reducer = reducer_of(*ones(3))
+    assert reducer.strict is False
+    for value in (1, None, "yes"):
+        with pytest.raises(TypeError, match="bool"):
+            reducer.strict = value
+    reducer.strict = True
+    assert reducer.strict is True
 
 
 def test_what_is_raised_at_the_end_comes_out_of_backward_and_the_step_stands():
@@ -212,59 +209,6 @@ def test_what_is_raised_at_the_end_comes_out_of_backward_and_the_step_stands():
     reducer.on_finish = None
     p.sum().backward()
     assert reducer.step == 3
-
-
-def test_no_end_is_told_of_a_step_that_failed():
-    (p,) = ones(3)
-    reducer, carrier = carried(p)
-    told = []
-    reducer.on_finish = lambda: told.append(1)
-    carrier.finish = lambda: {}["mine"]
-    with pytest.raises(KeyError):
-        p.sum().backward()
-    assert told == []
-
-
-class Several(torch.autograd.Function):
-    """Gives a parameter gradients by nested backwards inside the outer one."""
-
-    @staticmethod
-    def forward(ctx, x, params, n):
-        ctx.params, ctx.n = params, n
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        for _ in range(ctx.n):
-            with torch.enable_grad():
-                ctx.params[0].sum().backward()
-        return grad, None, None
-
-
-@pytest.mark.parametrize(("n", "seen"), [(0, 0), (1, 1), (3, 3), (300, 255)])
-def test_gradients_of_a_step_are_counted_by_parameter(n, seen):
-    p, other = ones(3, 1)
-    reducer = reducer_of(p, other)
-    assert reducer.ready_counts == b"\0\0"
-    Several.apply(other, [p], n).sum().backward()
-    assert reducer.ready_counts == bytes([seen, 1])
-    other.sum().backward()
-    assert reducer.ready_counts == b"\0\1"
-
-
-def test_where_torch_must_be_followed_a_second_gradient_is_its_error():
-    p, other = ones(3, 1)
-    reducer = reducer_of(p, other)
-    assert reducer.strict is False
-    for value in (1, None, "yes"):
-        with pytest.raises(TypeError, match="bool"):
-            reducer.strict = value
-    Several.apply(other, [p], 2).sum().backward()
-    reducer.strict = True
-    Several.apply(other, [p], 1).sum().backward()
-    with pytest.raises(RuntimeError, match=r"^Expected to mark a variable ready only"):
-        Several.apply(other, [p], 2).sum().backward()
-    assert reducer.has_failed
 
 
 # ---- gradients outside of the parameters --------------------------------------------
@@ -446,7 +390,7 @@ def test_hundreds_of_reducers_whose_carriers_refer_to_them_leave_nothing():
     assert_leaves_nothing(make, Carrier, _native.Reducer, n=200)
 
 
-def test_a_thousand_failures_of_a_carrier_leave_nothing():
+def test_a_hundred_failures_of_a_carrier_leave_nothing():
     (p,) = ones(3)
 
     def make():
@@ -456,7 +400,7 @@ def test_a_thousand_failures_of_a_carrier_leave_nothing():
             p.sum().backward()
         follow(reducer, reducer_of(p))
 
-    assert_leaves_nothing(make, p)
+    assert_leaves_nothing(make, p, n=100)
 
 
 def test_a_thousand_worlds_over_groups_leave_nothing():

@@ -80,7 +80,7 @@ def test_a_thousand_backwards_leave_nothing(keep):
     assert reducer.step >= 1000
 
 
-def test_a_thousand_failed_backwards_leave_nothing():
+def test_a_hundred_failed_backwards_leave_nothing():
     reducer, params = two_parameters()
     step(reducer, params)
 
@@ -100,9 +100,9 @@ def test_a_thousand_failed_backwards_leave_nothing():
             p.grad = None
         reducer = follow(reducer, make_reducer(params=params))
 
-    assert_leaves_nothing(once, n=300)
+    assert_leaves_nothing(once, n=100)
     step(reducer, params)
-    assert reducer.n_taken == 2 < 300 < reducer.step
+    assert reducer.n_taken == 2 < 100 < reducer.step
     assert params[1].grad.unique().tolist() == [2.0]
 
 
@@ -126,18 +126,6 @@ def test_a_cycle_through_a_parameter_is_collected():
     gone = [weakref.ref(thing) for thing in (param, param.reducer, world)]
     del world, param
     assert is_gone(*gone)
-
-
-def test_a_view_outlives_its_reducer_and_its_world():
-    params = [nn.Parameter(torch.ones(400))]
-    reducer = make_reducer(params=params)
-    step(reducer, params)
-    grad = params[0].grad
-    del reducer, params
-    gc.collect()
-    assert grad.unique().tolist() == [2.0]
-    grad.add_(1)
-    assert grad.unique().tolist() == [3.0]
 
 
 def test_a_reducer_that_is_dropped_in_its_own_backward_does_no_harm():

@@ -18,9 +18,10 @@ plain module and once with a wrapper (`bare` returns the module).  First its res
 compared, then gradients and state.
 
 Each row runs on two CPU replicas, on two simulated GPUs, and on three without peer
-access; `on` names others.  A forward that looks at all of its rows computes something
-else in replicas.  With `in_parts` it is compared with a plain module that runs each
-replica's rows separately, as torch's class does (`InParts`).
+access; `on` names others.  tests/gpu/check_programs.py runs the rows on a real GPU,
+which two or three replicas share.  A forward that looks at all of its rows computes
+something else in replicas.  With `in_parts` it is compared with a plain module that
+runs each replica's rows separately, as torch's class does (`InParts`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import Any, NamedTuple
 import paceline
 import pytest
 import torch
+from paceline import _gpu
 from paceline._dp import devices as devices_
 from replicas import (
     alike,
@@ -50,7 +52,7 @@ from replicas import (
     loss_of_all,
     moved,
 )
-from support import devices, fake_gpus
+from support import fake_gpus
 from torch import nn
 
 from programs._where import is_on_the_cpu_alone, makes_on_the_cpu
@@ -296,18 +298,22 @@ def trains(
 
 def cases() -> list[Any]:
     """Return all cases: rows, each with a device."""
-    _import_all()
-    return [
-        _case(row, device)
-        for row in ROWS
-        for device in row.on.split()
-        if device.startswith("cpu") or not is_on_the_cpu_alone(row.name)
-    ]
-
-
-def _import_all() -> None:
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
-        importlib.import_module(f"programs.{path.stem}")
+        rows_of(path.stem)
+    return [_case(row, device) for row in ROWS for device in devices_of(row)]
+
+
+def rows_of(file: str) -> list[Row]:
+    """Import a file of this folder; return the rows that this adds."""
+    n_before = len(ROWS)
+    importlib.import_module(f"programs.{file}")
+    return ROWS[n_before:]
+
+
+def devices_of(row: Row) -> list[str]:
+    """Return the devices on which a row runs."""
+    is_for_gpus = not is_on_the_cpu_alone(row.name)
+    return [d for d in row.on.split() if d.startswith("cpu") or is_for_gpus]
 
 
 def _case(row: Row, device: str) -> Any:
@@ -375,25 +381,48 @@ def replicas_on(device: str) -> Iterator[list[Any]]:
 def new_tensors(name: str, device_ids: list[Any]) -> AbstractContextManager[Any]:
     """Put new tensors on the current device; in a replica, on the replica's."""
     is_here = device_ids[0] == "cpu" or makes_on_the_cpu(name)
-    return nullcontext() if is_here else torch.device(devices.KIND)
+    return nullcontext() if is_here else torch.device(_gpu.machine.device_type)
 
 
 def check(row: Row, device: str) -> None:
     """Run a row with the plain module and with replicas, and compare."""
     with replicas_on(device) as device_ids:
-        torch.manual_seed(0)
-        plain = row.make()
-        torch.manual_seed(0)
-        with new_tensors(row.name, device_ids):
-            made = moved(row.make(), devices_.read(device_ids, None).source)
-        ours = paceline.DataParallel(made, device_ids)
-        reference = InParts(plain, len(device_ids)) if row.in_parts else plain
-        torch.manual_seed(3)
-        expected = row.run(reference)
-        torch.manual_seed(3)
-        with new_tensors(row.name, device_ids):
-            found = row.run(ours)
-        assert_same(found, expected, exact=row.exact)
-        assert_same_grads(ours, plain, exact=row.exact)
-        assert_same_state(ours, plain, exact=row.exact)
-        del ours, made, reference, expected, found
+        compare(row, device_ids)
+
+
+def check_on_a_gpu(row: Row, device: str) -> None:
+    """Do the same with replicas that share the first GPU of this process."""
+    n, _ = DEVICES[device]
+    compare(row, [0] * n, prepare=take_weights)
+
+
+def take_weights(made: nn.Module, plain: nn.Module) -> None:
+    """Copy parameters and buffers: a GPU draws other random numbers than the CPU."""
+    ours, theirs = ([*m.parameters(), *m.buffers()] for m in (made, plain))
+    for mine, right in zip(ours, theirs, strict=True):
+        if not nn.parameter.is_lazy(right):
+            mine.data.copy_(right.detach())
+
+
+def compare(
+    row: Row,
+    device_ids: list[Any],
+    prepare: Callable[[nn.Module, nn.Module], None] = lambda made, plain: None,
+) -> None:
+    """Run a row with the plain module on the CPU and with replicas, and compare."""
+    torch.manual_seed(0)
+    plain = row.make()
+    torch.manual_seed(0)
+    with new_tensors(row.name, device_ids):
+        made = moved(row.make(), devices_.read(device_ids, None).source)
+    prepare(made, plain)
+    ours = paceline.DataParallel(made, device_ids)
+    reference = InParts(plain, len(device_ids)) if row.in_parts else plain
+    torch.manual_seed(3)
+    expected = row.run(reference)
+    torch.manual_seed(3)
+    with new_tensors(row.name, device_ids):
+        found = row.run(ours)
+    assert_same(found, expected, exact=row.exact)
+    assert_same_grads(ours, plain, exact=row.exact)
+    assert_same_state(ours, plain, exact=row.exact)

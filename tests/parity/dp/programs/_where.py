@@ -1,4 +1,4 @@
-"""Which rows run on the CPU alone, and which make tensors there next to GPUs."""
+"""Which rows cannot run on some devices, and which make tensors on the CPU."""
 
 ON_THE_CPU_ALONE = {
     "torch itself fails where a gradient of torch.func goes from device to device": (
@@ -41,6 +41,19 @@ NEW_TENSORS_ON_THE_CPU = (
     "packed_sequences_are_split_by_rows",
 )
 
+NOT_ON_ONE_REAL_GPU = {
+    "it draws other random numbers than the CPU": (
+        "pruning_ends_with_the_weights_that_are_left",
+        "weights_computed_later[old spectral_norm]",
+        "weights_computed_later[pruned twice]",
+        "weights_computed_later[spectral_norm]",
+    ),
+    "outputs are on the second GPU": (
+        "a_checkpoint_round_the_wrapper_with_several_outputs[1, early]",
+        "a_checkpoint_round_the_wrapper_with_several_outputs[1, late]",
+    ),
+}
+
 
 def _is_among(name: str, names: tuple[str, ...]) -> bool:
     return name in names or name.partition("[")[0] in names
@@ -54,3 +67,8 @@ def is_on_the_cpu_alone(name: str) -> bool:
 def makes_on_the_cpu(name: str) -> bool:
     """Tell whether a row on GPUs makes tensors that must be on the CPU."""
     return _is_among(name, NEW_TENSORS_ON_THE_CPU)
+
+
+def runs_on_one_real_gpu(name: str) -> bool:
+    """Tell whether a row can run with replicas that share a real GPU."""
+    return not any(name in names for names in NOT_ON_ONE_REAL_GPU.values())
