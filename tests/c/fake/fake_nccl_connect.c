@@ -72,7 +72,7 @@ int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what)
 {
     const int64_t since = fk_now();
     while (!comm->is_aborted && comm->world != NULL && !is_done(comm, task)) {
-        if (fk_is_alone() || !fk_pause(since)) {
+        if (!fk_pause(since)) {
             fk_error("%s: rank %d of %d waits in its first collective of a kind for "
                      "ranks that never come",
                      what, comm->rank, comm->n_ranks);
