@@ -2,7 +2,7 @@
  * learned, and which calls are out of place.
  *
  * One thread drives both ranks, so that all happens in the order written here.  Steps
- * of many ranks at random are in test_reducer_ranks.c.
+ * at random are in test_step_drawn.c and test_step_device.c.
  */
 #include "reducer_pair.h"
 
@@ -69,6 +69,23 @@ PAIR_TEST(the_second_step_lays_buckets_out_in_the_order_of_rank_0)
     }
     step_in_order(it, order);
     CHECK(it->reducers[0]->generation == 1);
+}
+
+static void step_thrice(pair *it)
+{
+    static const uint32_t order[N_PARAMS] = {3, 2, 1, 0};
+    for (int k = 0; k < 3; k++)
+        step_in_order(it, order);
+}
+
+TEST(a_gradient_alone_in_its_bucket_may_be_without_elements)
+{
+    static const pl_param hollow[N_PARAMS] = {
+        {N_ELEMS, PL_F32}, {0, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}};
+    pl_reducer_spec alone = spec;
+    alone.params = hollow;
+    alone.caps = (pl_plan_caps){.bucket_bytes = 1, .last_bytes = 1};
+    pair_run(&alone, step_thrice);
 }
 
 PAIR_TEST(the_parameters_that_no_gradient_came_for_are_counted)
@@ -274,6 +291,8 @@ PAIR_TEST(a_call_out_of_place_is_refused_and_changes_nothing)
     CHECK(pl_reducer_wait(one, 0) == PL_ESTATE);
     CHECK(pl_reducer_end(one) == PL_ESTATE);
     CHECK(pl_reducer_write_late(one, 0, NULL, PL_ADD) == PL_ESTATE);
+    CHECK(mark_ready(it, 1, 0, 1, PL_REPLACE) == PL_COPIED);
+    CHECK(pl_reducer_shadow_step(it->reducers[1], PL_JOINING) == PL_ESTATE);
     CHECK_OK(pl_reducer_close(one));
     CHECK(pl_reducer_close(one) == PL_ESTATE);
     CHECK(pl_reducer_mark_ready(one, 0, data, PL_REPLACE, NULL, &result) == PL_ESTATE);
