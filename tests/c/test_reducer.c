@@ -34,7 +34,7 @@ static int holds(const pair *it, size_t param, float value)
 {
     int is_held = 1;
     for (int r = 0; r < N_RANKS; r++)
-        for (size_t i = 0; i < N_ELEMS; i++)
+        for (size_t i = 0; i < it->reducers[r]->params[param].n_elems; i++)
             is_held &= pair_slot(it, r, param)[i] == value;
     return is_held;
 }
@@ -71,21 +71,35 @@ PAIR_TEST(the_second_step_lays_buckets_out_in_the_order_of_rank_0)
     CHECK(it->reducers[0]->generation == 1);
 }
 
-static void step_thrice(pair *it)
+/* Rank 0's gradients are summed while they are copied; rank 1's are in their slots. */
+static void stream_on_rank_0(pair *it)
 {
     static const uint32_t order[N_PARAMS] = {3, 2, 1, 0};
-    for (int k = 0; k < 3; k++)
+    pl_ready_result result = PL_LATE;
+    for (int k = 0; k < 2; k++)
         step_in_order(it, order);
+    begin_both(it);
+    for (size_t i = N_PARAMS; i-- > 0;) {
+        float *slot = pair_slot(it, 1, i);
+        for (size_t k = 0; k < it->reducers[1]->params[i].n_elems; k++)
+            slot[k] = 3;
+        CHECK_OK(pl_reducer_mark_ready(it->reducers[1], i, slot, PL_IN_PLACE, NULL,
+                                       &result));
+        CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
+    }
+    close_and_wait(it);
+    for (size_t i = 0; i < N_PARAMS; i++)
+        CHECK(holds(it, i, 2));
 }
 
 TEST(a_gradient_alone_in_its_bucket_may_be_without_elements)
 {
     static const pl_param hollow[N_PARAMS] = {
-        {N_ELEMS, PL_F32}, {0, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}};
+        {0, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}};
     pl_reducer_spec alone = spec;
     alone.params = hollow;
     alone.caps = (pl_plan_caps){.bucket_bytes = 1, .last_bytes = 1};
-    pair_run(&alone, step_thrice);
+    pair_run(&alone, stream_on_rank_0);
 }
 
 PAIR_TEST(the_parameters_that_no_gradient_came_for_are_counted)

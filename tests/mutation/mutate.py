@@ -96,7 +96,8 @@ def build(mutants: list[Mutant], programs: list[str], flags: str) -> None:
         check=True,
     )
     wanted = {path for path in listed.stdout.splitlines() if (ROOT / path).exists()}
-    olds = [*(TREE / "csrc").rglob("*.[ch]"), *(TREE / "tests").rglob("test_*.py")]
+    patterns = "csrc/**/*.[ch]", "tests/**/*.[ch]", "tests/**/test_*.py"
+    olds = [old for pattern in patterns for old in TREE.glob(pattern)]
     for old in olds:
         if old.relative_to(TREE).as_posix() not in wanted:
             old.unlink()
