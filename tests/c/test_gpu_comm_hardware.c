@@ -5,7 +5,7 @@
 #include "gpu_ranks.h"
 
 enum { LARGE_BYTES = 5 << 20 };
-#define SOON_NS (500 * TIMES_AS_LONG * PLI_MS)
+#define SOON_NS ((1000 + 500 * TIMES_AS_LONG) * PLI_MS)
 
 /* ---- threads that NCCL blocks --------------------------------------------------- */
 
