@@ -4,7 +4,7 @@
  */
 #include "gpu_ranks.h"
 
-enum { LARGE_BYTES = 5 << 20 };
+enum { LARGE_BYTES = 640 << 10 };
 #define SOON_NS ((1000 + 500 * TIMES_AS_LONG) * PLI_MS)
 
 /* ---- threads that NCCL blocks --------------------------------------------------- */
@@ -172,7 +172,7 @@ static void await_all(gpu_rank *self)
 GPU_TEST_WITH(2, 1 + seed, FAKE_LATE, atomic_int n_here = 0; all.context = &n_here;
               all.device_bytes = LARGE_BYTES, a_step_connects_nothing)
 {
-    static const size_t sizes[] = {1000, 70000, 300000, LARGE_BYTES / 4};
+    static const size_t sizes[] = {1000, 20000, 70000, LARGE_BYTES / 4};
     if (!CHECK_OK(prepare(self)))
         return;
     await_all(self);
@@ -276,7 +276,7 @@ TEST(numbers_that_are_wrong_are_found_at_construction)
     for (uint64_t seed = 1; seed <= 3; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
         all.device_bytes = LARGE_BYTES;
-        all.fake.corrupt_bytes = 1 << 20; /* small ones use another path */
+        all.fake.corrupt_bytes = 128 << 10; /* small ones use another path */
         CHECK(fail_trial(&all, prepare_in_vain, PL_ESYS, "wrong numbers") == 2);
         all = gpu_ranks_of(2, seed, FAKE_RANDOM);
         all.fake.corrupt_bytes = 1;

@@ -6,7 +6,7 @@
 #include "seeds.h"
 #include "tensor_steps.h"
 
-enum { N_STEPS = 8, SEEDS = IS_SANITIZED ? 10 : 24 };
+enum { N_STEPS = 8, SEEDS = IS_SANITIZED ? 6 : 16 };
 
 /* ---- steps without failures ----------------------------------------------------- */
 
