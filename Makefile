@@ -175,8 +175,8 @@ CC_fuzz := $(firstword $(foreach name, clang clang-19 clang-16 clang-14, \
 	$(shell command -v $(name))))
 
 # Programs of one thread: TSan finds nothing in them.
-LEFT_OUT_tsan := test_cpu_sum test_crc32c test_device_group_failure test_fake_memory \
-	test_hash test_kernels test_kernels_load test_layout test_plan
+LEFT_OUT_tsan := test_cpu_sum test_crc32c test_device_group_failure test_hash \
+	test_kernels test_kernels_load test_layout test_plan
 
 C_FLAGS   := $(shell cat csrc/compile_flags.txt) -DPL_FAULTS \
 	-DPLI_FATBIN_PATH='"tests/c/fake/fake.fatbin"'

@@ -11,6 +11,8 @@
  *
  * The main() of this file runs a program's tests in the order of its text; a program
  * that defines CHECK_OWN_MAIN first has its own main(), which calls check_run_tests().
+ * If it defines CHECK_AT_ONCE as more than 1, so many tests run side by side, each in a
+ * process of its own: for tests that wait.
  * A failed check is printed and counted, and the test goes on.  A check is true if it
  * passed, so a test that cannot go on can return.  Any thread may check.
  */
@@ -20,15 +22,23 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "include/paceline.h"
+
+#ifndef CHECK_AT_ONCE
+#define CHECK_AT_ONCE 1
+#endif
 
 enum { CHECK_MAX_PRINTED = 10 }; /* per test: a broken loop fails thousands */
 
 typedef struct check_test {
     const char *name;
     void (*run)(void);
+    pid_t pid; /* of its own process, if it has one */
     struct check_test *next;
 } check_test;
 
@@ -40,7 +50,7 @@ static atomic_int check_n_failures; /* in the current test */
     static void name(void);                                                            \
     __attribute__((constructor)) static void check_add_##name(void)                    \
     {                                                                                  \
-        static check_test test = {#name, name, NULL};                                  \
+        static check_test test = {#name, name, 0, NULL};                               \
         *check_end = &test;                                                            \
         check_end = &test.next;                                                        \
     }                                                                                  \
@@ -102,19 +112,59 @@ static inline int check_fails(pl_status st, const char *call, const char *file,
     return is_so;
 }
 
+/* Returns whether it passed. */
+static inline int check_run(const check_test *test)
+{
+    atomic_store(&check_n_failures, 0);
+    test->run();
+    const int n = atomic_load(&check_n_failures);
+    if (n > 0)
+        (void)fprintf(stderr, "FAILED %s: %d checks\n", test->name, n);
+    return n == 0;
+}
+
+/* Begins a test in a process of its own. */
+static inline void check_begin(check_test *test)
+{
+    (void)fflush(NULL);
+    test->pid = fork();
+    if (test->pid == 0)
+        exit(check_run(test) ? 0 : 1);
+}
+
+/* Waits for the end of any; returns whether it passed. */
+static inline int check_end_one(void)
+{
+    int how = 0;
+    const check_test *test = check_first;
+    const pid_t pid = wait(&how);
+    while (test != NULL && test->pid != pid)
+        test = test->next;
+    if (test != NULL && (!WIFEXITED(how) || WEXITSTATUS(how) > 1))
+        (void)fprintf(stderr, "FAILED %s: status %d\n", test->name, how);
+    return WIFEXITED(how) && WEXITSTATUS(how) == 0;
+}
+
 /* Returns main's exit status. */
 static inline int check_run_tests(void)
 {
     int n_passed = 0;
     int n_failed = 0;
-    for (const check_test *test = check_first; test != NULL; test = test->next) {
-        atomic_store(&check_n_failures, 0);
-        test->run();
-        const int n = atomic_load(&check_n_failures);
-        if (n > 0)
-            (void)fprintf(stderr, "FAILED %s: %d checks\n", test->name, n);
-        n_passed += n == 0;
-        n_failed += n > 0;
+    int n_begun = 0;
+    for (check_test *test = check_first; test != NULL; test = test->next) {
+        if (CHECK_AT_ONCE > 1) {
+            check_begin(test);
+            if (++n_begun < CHECK_AT_ONCE)
+                continue;
+        }
+        const int is_passed = CHECK_AT_ONCE > 1 ? check_end_one() : check_run(test);
+        n_passed += is_passed;
+        n_failed += !is_passed;
+    }
+    for (int k = 1; k < CHECK_AT_ONCE && k <= n_begun; k++) {
+        const int is_passed = check_end_one();
+        n_passed += is_passed;
+        n_failed += !is_passed;
     }
     (void)printf("%d passed, %d failed\n", n_passed, n_failed);
     return n_failed == 0 ? 0 : 1;

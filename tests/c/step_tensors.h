@@ -2,15 +2,16 @@
  * asks of its caller on a GPU.
  *
  * Each tensor has a multiple of one pattern, so the mean of several is that of their
- * factors.  Its memory is a block of a stream (gpu_rank.h): once the last reference is
- * dropped, it is spoilt and reused in the order of that stream.  Kernels check the
+ * factors.  Its memory is a block of a stream (device_rank.h): once the last reference
+ * is dropped, it is spoilt and reused in the order of that stream.  Kernels check the
  * values, so a step that waits for too little ends with a wrong number.
  */
 #ifndef PLT_STEP_TENSORS_H
 #define PLT_STEP_TENSORS_H
 
-#include "gpu_steps.h"
+#include "device_rank.h"
 #include "reducer/step_state.h"
+#include "succession.h"
 
 enum {
     N_PARAMS = 9,
@@ -53,7 +54,7 @@ typedef struct expected_tensor {
 } expected_tensor;
 
 struct rank_tensors {
-    gpu_rank gpu; /* its streams and memory */
+    device_rank gpu; /* its streams and memory */
     tensor_world *world;
     pl_step *step;
     pl_step_settings settings;
@@ -95,6 +96,8 @@ STEP_KERNEL(write_tensor, tensor_args)
             *to = it->adds ? *to + value : value;
         }
 }
+
+static atomic_int n_checked; /* number of its runs */
 
 STEP_KERNEL(check_tensor, tensor_args)
 {
@@ -464,18 +467,12 @@ static inline int tensors_join(rank_tensors *self, pl_comm *base)
 
 static inline int tensors_create(rank_tensors *self, rank_job *job)
 {
-    gpu_rank *gpu = &self->gpu;
-    const pli_cuda_options cuda = {.device = job->rank, .driver = fake_path()};
+    device_rank *gpu = &self->gpu;
     const pli_layout layout = layout_of(1, BUFFER_COLS, 0);
     self->world = job->context;
     self->settings =
         (pl_step_settings){.is_on = 1, .keeps_grads = (char)self->world->keeps_grads};
-    gpu->rank = job->rank;
-    gpu->random = &job->random;
-    gpu->n_streams = 1 + draw_below(&job->random, GPU_STREAMS);
-    if (!CHECK_OK(pli_cuda_backend_create(&cuda, &gpu->backend)) ||
-        !CHECK(cuDevicePrimaryCtxRetain(&gpu->context, gpu->rank) == 0) ||
-        !CHECK(cuCtxPushCurrent(gpu->context) == 0) || !gpu_rank_furnish(gpu) ||
+    if (!device_rank_create(job->rank, &job->random, gpu) ||
         !CHECK(cuModuleGetFunction(&self->write, gpu->module, "plt_write_tensor") == 0))
         return 0;
     CHECK(cuModuleGetFunction(&self->check, gpu->module, "plt_check_tensor") == 0);
@@ -528,7 +525,7 @@ static inline void tensors_destroy(rank_tensors *self)
     for (size_t k = 0; k < N_KEPT; k++)
         tensor_replace(&self->kept[k], NULL);
     CHECK(self->n_alive == 0 && !self->is_let_go);
-    gpu_rank_destroy(&self->gpu);
+    device_rank_destroy(&self->gpu);
 }
 
 static inline void tensors_rank(rank_job *job)
@@ -543,11 +540,6 @@ static inline void tensors_rank(rank_job *job)
     free(self);
 }
 
-static inline int make_bases(const model *it, size_t n_bytes, pl_comm **out)
-{
-    return CHECK_OK(local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
-}
-
 static inline void tensors_run(tensor_world *world)
 {
     static const fake_schedule schedules[] = {FAKE_LATE, FAKE_RANDOM, FAKE_EARLY,
@@ -558,18 +550,15 @@ static inline void tensors_run(tensor_world *world)
     options.seed = world->it.seed;
     options.devices = world->it.world_size;
     options.schedule = schedules[world->it.seed % 4];
+    options.pump = world->it.seed % 5 == 0;
     options.foreign = 1;
     fake_reset(&options);
-    for (size_t k = 0; k < N_STEP_KERNELS; k++)
-        fake_register_kernel(step_kernels[k].name, 1, &step_kernels[k].n_bytes,
-                             step_kernels[k].run);
     fake_register_kernel("plt_write_tensor", 1, &n_bytes, run_write_tensor);
     fake_register_kernel("plt_check_tensor", 1, &n_bytes, run_check_tensor);
     tensors_make_spec(world->it.world_size, &make);
     if (!CHECK_OK(pl_step_measure(&make.spec, &world->size)) ||
         !CHECK_OK(pli_nccl_library_open(fake_path(), &world->nccl)))
         return;
-    world->worlds.make = make_bases;
     world->worlds.n_bytes = world->size.header_bytes + PLI_GPU_BOARD_BYTES;
     succession_run(&world->worlds, &world->it, tensors_rank, world);
     pli_nccl_library_release(world->nccl);

@@ -74,6 +74,8 @@ static inline pl_status arrive(rank_tensors *self, uint64_t step, size_t i, int 
     const pli_layout layout = param_layout(i, is_strided);
     const int has_hooks = param_has_hooks(self, i);
     int is_due = 0;
+    if (self->world->it.rest_ns > 0)
+        draw_rest(self->gpu.random, self->world->it.rest_ns);
     self->current = stream_of_param(self, i);
     pl_grad *grad = tensor_new(self, &layout);
     tensor_fill(grad, factor_of(self, step, self->gpu.rank, i, k_grad));

@@ -4,8 +4,8 @@
  */
 #include "gpu_ranks.h"
 
-enum { LARGE_BYTES = 5 << 20 };
-#define SOON_NS (500 * TIMES_AS_LONG * PLI_MS)
+enum { LARGE_BYTES = 640 << 10 };
+#define SOON_NS ((1000 + 500 * TIMES_AS_LONG) * PLI_MS)
 
 /* ---- threads that NCCL blocks --------------------------------------------------- */
 
@@ -36,25 +36,19 @@ static void wait_inside(gpu_rank *self)
     CHECK_OK(self->comm->device->check_means(self->comm));
 }
 
-/* Only all-reduces and broadcasts are tried before steps. */
+/* A kind of operation that is not tried before steps, and one for which the device's
+ * queue has no room. */
 TEST(a_call_that_does_not_come_back_is_given_up_at_the_deadline)
 {
-    for (uint64_t seed = 1; seed <= 2; seed++) {
-        kept_inside it = {.n_ops = 1, .op = mean};
-        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
-        it.op.kind = PL_REDUCE;
-        all.deadline_ns = SOON_NS;
-        all.context = &it;
-        gpu_ranks_run_world(&all, wait_inside);
-    }
-}
-
-TEST(a_launch_that_finds_the_queue_full_is_given_up_at_the_deadline)
-{
-    for (uint64_t seed = 1; seed <= 2; seed++) {
-        kept_inside it = {.n_ops = 100, .op = mean};
-        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
-        all.fake.queue_depth = 8;
+    static const struct {
+        pl_op_kind kind;
+        int n_ops, depth;
+    } rows[] = {{PL_REDUCE, 1, 0}, {PL_ALL_REDUCE, 100, 8}};
+    for (uint64_t k = 0; k < 2; k++) {
+        kept_inside it = {.n_ops = rows[k].n_ops, .op = mean};
+        gpu_ranks all = gpu_ranks_of(2, k + 1, FAKE_RANDOM);
+        it.op.kind = rows[k].kind;
+        all.fake.queue_depth = rows[k].depth;
         all.deadline_ns = SOON_NS;
         all.context = &it;
         gpu_ranks_run_world(&all, wait_inside);
@@ -104,7 +98,7 @@ static void take_a_step(gpu_rank *self)
 
 TEST(a_healthy_end_waits_for_no_proxy_beyond_the_deadline)
 {
-    GPU_WORLDS_WITH(4, 2, FAKE_RANDOM, WITH_PROXIES, take_a_step);
+    GPU_WORLDS_WITH(2, 2, FAKE_RANDOM, WITH_PROXIES, take_a_step);
 }
 
 /* ---- construction --------------------------------------------------------------- */
@@ -175,11 +169,10 @@ static void await_all(gpu_rank *self)
 }
 
 /* Operations of each size that a bucket, or the model's broadcast, may have. */
-GPU_TEST_WITH(4, 1 + seed % 3 + (seed == 3), FAKE_LATE, atomic_int n_here = 0;
-              all.context = &n_here;
+GPU_TEST_WITH(2, 1 + seed, FAKE_LATE, atomic_int n_here = 0; all.context = &n_here;
               all.device_bytes = LARGE_BYTES, a_step_connects_nothing)
 {
-    static const size_t sizes[] = {1000, 70000, 300000, LARGE_BYTES / 4};
+    static const size_t sizes[] = {1000, 20000, 70000, LARGE_BYTES / 4};
     if (!CHECK_OK(prepare(self)))
         return;
     await_all(self);
@@ -283,7 +276,7 @@ TEST(numbers_that_are_wrong_are_found_at_construction)
     for (uint64_t seed = 1; seed <= 3; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
         all.device_bytes = LARGE_BYTES;
-        all.fake.corrupt_bytes = 1 << 20; /* small ones use another path */
+        all.fake.corrupt_bytes = 128 << 10; /* small ones use another path */
         CHECK(fail_trial(&all, prepare_in_vain, PL_ESYS, "wrong numbers") == 2);
         all = gpu_ranks_of(2, seed, FAKE_RANDOM);
         all.fake.corrupt_bytes = 1;
@@ -303,7 +296,9 @@ TEST_ON_HOSTS(ranks_on_one_card_are_told_what_to_do_by_every_nccl)
         all.fake.nccl = all_of[k].nccl;
         all.fake.one_bus = all_of[k].one_bus;
         all.is_shared = all_of[k].is_shared;
-        CHECK(fail_trial(&all, must_not_run, PL_EINVAL, "torch.cuda.set_device") == 2);
+        /* On several hosts one may only see that the other has gone. */
+        CHECK(fail_trial(&all, must_not_run, PL_EINVAL, "torch.cuda.set_device") >=
+              (gpu_ranks_are_apart(&all) ? 1 : 2));
     }
 }
 

@@ -7,7 +7,8 @@
 #include "comm/shm_init.h"
 #include "comm/window.h"
 #include "core/alloc.h"
-#include "steps.h"
+#include "reducer/reducer_state.h"
+#include "small_steps.h"
 
 enum { MAX_OPS = 4096, ARENA_BYTES = 1 << 16, N_ELEMS = 1000 };
 
@@ -198,18 +199,12 @@ GROUP_TEST(3, a_group_comm_has_its_own_rank_and_the_arena_of_its_base)
     pl_comm_leave(job->comm);
 }
 
-TEST(reducers_over_groups_have_exact_means)
+TEST(steps_over_groups_have_exact_means)
 {
-    for (int world_size = 1; world_size <= 3; world_size++) {
-        for (uint64_t seed = 1; seed <= 3; seed++) {
-            model it = model_of(60 + seed, world_size, 1 + seed * 8);
-            it.percent_unused = 20;
-            it.percent_twice = 20;
-            const pl_reducer_spec spec = spec_of(&it);
-            group_comms_run(world_size, pl_reducer_arena_bytes(&spec), train_model, &it,
-                            seed);
-        }
-    }
+    pl_step_size size;
+    for (int world_size = 1; world_size <= 3; world_size++)
+        if (CHECK_OK(arrays_measure(&model, world_size, &size)))
+            group_comms_run(world_size, size.arena_bytes, take_three_steps, NULL, 1);
 }
 
 GROUP_TEST(2, group_callbacks_may_ask_for_more_time)
@@ -285,9 +280,9 @@ typedef enum failing_place { BEFORE_ALL, AFTER_A_BUCKET, AFTER_ALL } failing_pla
 static void fail_a_step(rank_job *job)
 {
     const failing_place place = *(const failing_place *)job->context;
-    const pl_param params[] = {{.n_elems = N_ELEMS, .dtype = PL_F32},
-                               {.n_elems = N_ELEMS, .dtype = PL_F32}};
-    const pl_reducer_spec spec = {.params = params,
+    const pl_param two[] = {{.n_elems = N_ELEMS, .dtype = PL_F32},
+                            {.n_elems = N_ELEMS, .dtype = PL_F32}};
+    const pl_reducer_spec spec = {.params = two,
                                   .n_params = 2,
                                   .extra_bytes = 8,
                                   .caps = {.bucket_bytes = N_ELEMS * sizeof(float),
@@ -313,13 +308,13 @@ static void fail_a_step(rank_job *job)
         if (fails)
             pl_reducer_fail(reducer, "a moth");
         else if (step < 2)
-            CHECK(reducer_wait_through(reducer) == PL_OK &&
+            CHECK(pl_reducer_wait(reducer, RANKS_DEADLINE_NS) == PL_OK &&
                   pl_reducer_end(reducer) == PL_OK);
     }
     if (job->rank == 1) {
         CHECK((pl_comm_progress(job->comm) == PL_OK) == (place != AFTER_ALL));
     } else if (place != AFTER_ALL) {
-        CHECK_FAILS(reducer_wait_through(reducer), PL_EPEER,
+        CHECK_FAILS(pl_reducer_wait(reducer, RANKS_DEADLINE_NS), PL_EPEER,
                     "the step of rank 1 failed");
         pl_reducer_fail(reducer, NULL);
     }

@@ -2,7 +2,7 @@
  * learned, and which calls are out of place.
  *
  * One thread drives both ranks, so that all happens in the order written here.  Steps
- * of many ranks at random are in test_reducer_ranks.c.
+ * at random are in test_step_drawn.c and test_step_device.c.
  */
 #include "reducer_pair.h"
 
@@ -34,7 +34,7 @@ static int holds(const pair *it, size_t param, float value)
 {
     int is_held = 1;
     for (int r = 0; r < N_RANKS; r++)
-        for (size_t i = 0; i < N_ELEMS; i++)
+        for (size_t i = 0; i < it->reducers[r]->params[param].n_elems; i++)
             is_held &= pair_slot(it, r, param)[i] == value;
     return is_held;
 }
@@ -69,6 +69,37 @@ PAIR_TEST(the_second_step_lays_buckets_out_in_the_order_of_rank_0)
     }
     step_in_order(it, order);
     CHECK(it->reducers[0]->generation == 1);
+}
+
+/* Rank 0's gradients are summed while they are copied; rank 1's are in their slots. */
+static void stream_on_rank_0(pair *it)
+{
+    static const uint32_t order[N_PARAMS] = {3, 2, 1, 0};
+    pl_ready_result result = PL_LATE;
+    for (int k = 0; k < 2; k++)
+        step_in_order(it, order);
+    begin_both(it);
+    for (size_t i = N_PARAMS; i-- > 0;) {
+        float *slot = pair_slot(it, 1, i);
+        for (size_t k = 0; k < it->reducers[1]->params[i].n_elems; k++)
+            slot[k] = 3;
+        CHECK_OK(pl_reducer_mark_ready(it->reducers[1], i, slot, PL_IN_PLACE, NULL,
+                                       &result));
+        CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
+    }
+    close_and_wait(it);
+    for (size_t i = 0; i < N_PARAMS; i++)
+        CHECK(holds(it, i, 2));
+}
+
+TEST(a_gradient_alone_in_its_bucket_may_be_without_elements)
+{
+    static const pl_param hollow[N_PARAMS] = {
+        {0, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}};
+    pl_reducer_spec alone = spec;
+    alone.params = hollow;
+    alone.caps = (pl_plan_caps){.bucket_bytes = 1, .last_bytes = 1};
+    pair_run(&alone, stream_on_rank_0);
 }
 
 PAIR_TEST(the_parameters_that_no_gradient_came_for_are_counted)
@@ -274,6 +305,8 @@ PAIR_TEST(a_call_out_of_place_is_refused_and_changes_nothing)
     CHECK(pl_reducer_wait(one, 0) == PL_ESTATE);
     CHECK(pl_reducer_end(one) == PL_ESTATE);
     CHECK(pl_reducer_write_late(one, 0, NULL, PL_ADD) == PL_ESTATE);
+    CHECK(mark_ready(it, 1, 0, 1, PL_REPLACE) == PL_COPIED);
+    CHECK(pl_reducer_shadow_step(it->reducers[1], PL_JOINING) == PL_ESTATE);
     CHECK_OK(pl_reducer_close(one));
     CHECK(pl_reducer_close(one) == PL_ESTATE);
     CHECK(pl_reducer_mark_ready(one, 0, data, PL_REPLACE, NULL, &result) == PL_ESTATE);
@@ -321,82 +354,14 @@ PAIR_TEST(an_arena_too_small_or_no_parameter_makes_no_reducer)
 
 /* ---- failure -------------------------------------------------------------------- */
 
-static void expect_taken(const pair *it, uint64_t n_of_rank_0, uint64_t n_of_rank_1)
-{
-    CHECK(it->reducers[0]->n_taken == n_of_rank_0);
-    CHECK(it->reducers[1]->n_taken == n_of_rank_1);
-}
-
-PAIR_TEST(reducers_that_follow_failed_ones_count_on_and_learn_anew)
-{
-    static const uint32_t order[N_PARAMS] = {1, 3, 0, 2};
-    for (unsigned round = 0; round < 3; round++) {
-        step_in_order(it, order);
-        step_in_order(it, order);
-        begin_both(it);
-        CHECK(mark_ready(it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
-        pl_reducer_fail(it->reducers[0], "an exception in backward");
-        CHECK_FAILS(pl_reducer_close(it->reducers[1]), PL_EPEER,
-                    "an exception in backward");
-        pl_reducer_fail(it->reducers[1], NULL);
-        if (!pair_renew(&spec, it))
-            return;
-        CHECK(it->reducers[0]->step == 3 * (round + 1));
-        expect_taken(it, 2 * (round + 1), 2 * (round + 1));
-        CHECK(it->reducers[0]->generation == 0);
-    }
-    step_in_order(it, order);
-}
-
-PAIR_TEST(a_failed_world_stays_failed)
-{
-    begin_both(it);
-    pl_reducer_fail(it->reducers[0], "the first failure");
-    CHECK_FAILS(pl_reducer_close(it->reducers[1]), PL_EPEER, "the first failure");
-    pl_reducer_fail(it->reducers[1], "a later one");
-    for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pl_reducer_has_failed(it->reducers[r]));
-        CHECK_FAILS(pl_reducer_notice_failure(it->reducers[r]), PL_EPEER,
-                    "the first failure");
-        CHECK_FAILS(pl_reducer_begin(it->reducers[r]), PL_EPEER,
-                    "no forward has met the other ranks since");
-    }
-}
-
 PAIR_TEST(a_rank_learns_before_its_next_step_that_another_has_failed)
 {
     static const uint32_t order[N_PARAMS] = {3, 2, 1, 0};
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_notice_failure(it->reducers[r]));
     step_in_order(it, order);
     CHECK_OK(pl_reducer_begin(it->reducers[0]));
     pl_reducer_fail(it->reducers[0], "before the other rank had begun");
     CHECK_FAILS(pl_reducer_begin(it->reducers[1]), PL_EPEER,
                 "before the other rank had begun");
-    if (!pair_renew(&spec, it))
-        return;
-    step_in_order(it, order);
-    expect_taken(it, 2, 2);
-}
-
-/* Then their weights differ. */
-PAIR_TEST(a_rank_that_fails_after_the_last_operation_has_taken_a_step_less)
-{
-    begin_both(it);
-    close_and_wait(it);
-    CHECK_OK(pl_reducer_end(it->reducers[1]));
-    pl_reducer_fail(it->reducers[0], "an exception after the step's last operation");
-    CHECK_FAILS(pl_reducer_begin(it->reducers[1]), PL_EPEER,
-                "an exception after the step's last operation");
-    if (pair_renew(&spec, it))
-        expect_taken(it, 0, 1);
-}
-
-PAIR_TEST(a_step_whose_means_are_dropped_is_not_taken)
-{
-    begin_both(it);
-    close_and_wait(it);
-    for (int r = 0; r < N_RANKS; r++)
-        pl_reducer_discard(it->reducers[r]);
-    expect_taken(it, 0, 0);
+    CHECK_FAILS(pl_reducer_begin(it->reducers[0]), PL_EPEER,
+                "no forward has met the other ranks since");
 }

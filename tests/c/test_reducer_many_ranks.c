@@ -73,7 +73,7 @@ static pl_status issue(void *context, const pl_op *op, pl_ticket ticket)
     return PL_OK;
 }
 
-static pl_status wait(void *context, pl_ticket ticket)
+static pl_status wait_for_peers(void *context, pl_ticket ticket)
 {
     (void)context;
     (void)ticket;
@@ -95,7 +95,8 @@ static int peers_create(size_t arena_bytes, peers *out)
         .rank = RANK,
         .world_size = N_RANKS,
         .base = base,
-        .callbacks = {.context = out, .issue = issue, .wait = wait, .drop = drop}};
+        .callbacks = {
+            .context = out, .issue = issue, .wait = wait_for_peers, .drop = drop}};
     return CHECK_OK(pli_group_comm_create(&options, &out->comm));
 }
 

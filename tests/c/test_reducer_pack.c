@@ -184,6 +184,29 @@ TRACED_TEST(a_stream_is_ordered_once_behind_the_same_means)
     end_both(it);
 }
 
+TRACED_TEST(means_are_rescaled_behind_the_operations_that_make_them)
+{
+    learn(it);
+    all_ready_of_rank_1(it);
+    CHECK_OK(pl_reducer_shadow_step(it->reducers[0], PL_JOINING));
+    close_and_wait(it);
+    forget_trace();
+    CHECK_OK(pl_reducer_rescale(it->reducers[0]));
+    CHECK(asked("o9 s9:4 "));
+}
+
+TRACED_TEST(each_of_more_buckets_has_an_event)
+{
+    static const pl_plan_caps alone = {.bucket_bytes = 64, .last_bytes = 64};
+    gradient data[N_PARAMS];
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(
+            pl_reducer_set_comm_hook(it->reducers[r], &(pl_comm_hook){NULL}, &alone));
+    learn(it);
+    all_ready_of_rank_0(it, data, 1);
+    CHECK(asked("c1:1 r1e3 i3 c1:1 r1e4 i4 c1:1 r1e5 i5 c1:1 r1e6 i6 "));
+}
+
 TRACED_TEST(host_memory_of_another_size_than_the_header_is_refused)
 {
     (void)it;

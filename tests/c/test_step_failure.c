@@ -359,6 +359,24 @@ TEST(each_callback_of_another_rank_may_fail)
 
 /* ---- allocations ---------------------------------------------------------------- */
 
+/* Returns how many times it failed. */
+static long set_hook_in_the_end(pl_step *step)
+{
+    static const size_t each[] = {64};
+    const pl_plan_caps caps = {.each = each, .n_each = 1};
+    static const pl_step_hook hook = {.post = NULL};
+    const size_t n_buckets = pl_step_look(step).plan->n_buckets;
+    long n = 0;
+    for (pl_status st = PL_ENOMEM; CHECK(n < 50) && st != PL_OK; n++) {
+        CHECK(pl_step_look(step).plan->n_buckets == n_buckets);
+        pli_fault_arm(PLI_FAULT_ALLOC, n + 1);
+        st = pl_step_set_hook(step, &hook, &caps);
+        pli_fault_arm(PLI_FAULT_ALLOC, 0);
+        CHECK(st == PL_OK || st == PL_ENOMEM);
+    }
+    return n - 1;
+}
+
 TEST(a_step_that_cannot_be_made_leaves_nothing)
 {
     pl_comm *comm = NULL;
@@ -372,11 +390,11 @@ TEST(a_step_that_cannot_be_made_leaves_nothing)
         const pl_status st = arrays_create(&model, comm, &arrays);
         pli_fault_arm(PLI_FAULT_ALLOC, 0);
         CHECK(st == PL_OK || st == PL_ENOMEM);
+        if (st == PL_OK)
+            CHECK(n > 5 && set_hook_in_the_end(arrays.step) > 2);
         arrays_destroy(&arrays);
-        if (st == PL_OK) {
-            CHECK(n > 5);
+        if (st == PL_OK)
             break;
-        }
     }
     pl_comm_destroy(comm);
 }

@@ -236,6 +236,26 @@ HOOKED_TEST(a_hook_is_not_set_during_a_step)
         CHECK(is_doubled(self, i));
 }
 
+HOOKED_TEST(the_hook_has_caps_of_its_own_and_keeps_what_was_learned)
+{
+    size_t each[2] = {16, 4096};
+    const pl_plan_caps caps = {.each = each, .n_each = 2};
+    CHECK_OK(pl_step_set_hook(self->step, &hook, &caps));
+    each[0] = each[1] = 1; /* they were copied */
+    const pl_plan *plan = pl_step_look(self->step).plan;
+    CHECK(plan->n_buckets == 2 && plan->members[0] == ROWS);
+    for (int n = 0; n < 2; n++)
+        CHECK_OK(take_step(self));
+    expect_letters(self, "ppfrppfr");
+    plan = pl_step_look(self->step).plan;
+    CHECK(plan->n_buckets == 2 && plan->buckets[0].n_params == 1);
+    CHECK(plan->members[0] == SMALL);
+    CHECK_OK(pl_step_set_hook(self->step, &hook, &together));
+    plan = pl_step_look(self->step).plan;
+    CHECK(plan->n_buckets == 1 && plan->members[0] == SMALL);
+    CHECK(log->n == 0);
+}
+
 HOOKED_TEST(a_late_gradient_on_any_rank_is_refused_on_all)
 {
     (void)log;

@@ -42,7 +42,6 @@ typedef struct fake_options {
     int driver;  /* cuDriverGetVersion: 13000 */
     int nccl;    /* ncclGetVersion: 22809 */
     int compute; /* compute capability: 90 */
-    int slots;   /* per device; a kernel takes one while it is executed */
     int protect; /* 1: the host may not touch device memory */
     int pump;    /* 1: a thread executes operations at random times */
     int foreign; /* 1: addresses that are not of device memory are allowed too; 2: and
@@ -52,7 +51,6 @@ typedef struct fake_options {
                             fake_empty_caches() */
     int64_t granularity; /* NCCL's memory takes multiples of it: 0, or as NCCL 2.19
                             to 2.24 with NVLS */
-    int patience_ms;     /* how long the host waits for operations not yet enqueued */
     int alloc_waits;     /* cuMemAlloc waits for the device: 0 never, 1 always, 2 by
                             seed */
     int lazy_load;       /* 1: cuModuleGetFunction waits for the device, which loads the
@@ -88,14 +86,12 @@ typedef struct fake_options {
 /* The options of fake_reset(NULL); at first from the environment. */
 FAKE_API fake_options fake_defaults(void);
 
-/* Parses "name=value,..." over the defaults; 0 if a name is unknown. */
-FAKE_API int fake_parse(const char *text, fake_options *out);
-
 /* Resets everything: objects, memory, pending operations, errors, counts, ordered
  * failures.  No other thread may be in a call. */
 FAKE_API void fake_reset(const fake_options *options);
 
-/* The same with fake_parse(); for ctypes.  Returns 0 if the text is wrong. */
+/* The same with "name=value,..." over the defaults; for ctypes.  Returns 0 if a name is
+ * unknown. */
 FAKE_API int fake_reset_text(const char *text);
 
 /* The path of the library itself. */

@@ -12,7 +12,6 @@ enum { MAX_ERRORS = 64, MAX_ERROR_BYTES = 512 };
 static fake_options defaults;
 static char errors[MAX_ERRORS][MAX_ERROR_BYTES];
 static int n_errors;
-static _Thread_local uint64_t thread_generation;
 
 #define ROW_CUDA(its, since, newest, suffix, arguments) {.name = #its},
 #define ROW_NCCL(its, since, arguments) {.name = #its},
@@ -84,10 +83,6 @@ int fk_enter(const char *name)
     lock();
     fk_function *function = find_function(name);
     function->n_calls++;
-    if (thread_generation != fk.generation) {
-        thread_generation = fk.generation;
-        fk.n_threads++;
-    }
     /* Some functions need no cuInit. */
     if (strncmp(name, "cu", 2) == 0 && strncmp(name, "cuGet", 5) != 0 &&
         strcmp(name, "cuDriverGetVersion") != 0 && (fk.is_forked || fk.sticky != 0)) {
@@ -220,16 +215,15 @@ static int set_option(fake_options *it, const char *name, const char *text)
     static const struct {
         const char *name;
         size_t at, n_bytes;
-    } numbers[] = {OPTION(seed),          OPTION(devices),      OPTION(driver),
-                   OPTION(nccl),          OPTION(compute),      OPTION(slots),
-                   OPTION(protect),       OPTION(pump),         OPTION(foreign),
-                   OPTION(capacity),      OPTION(taken),        OPTION(granularity),
-                   OPTION(patience_ms),   OPTION(alloc_waits),  OPTION(lazy_connect),
-                   OPTION(connect_bytes), OPTION(net),          OPTION(proxy_blocks),
-                   OPTION(abort_ms),      OPTION(queue_depth),  OPTION(peers),
-                   OPTION(corrupt_bytes), OPTION(share_device), OPTION(one_bus),
-                   OPTION(quiet),         OPTION(blocking),     OPTION(corrupt_peers),
-                   OPTION(lazy_load),     OPTION(one_queue)};
+    } numbers[] = {OPTION(seed),          OPTION(devices),       OPTION(driver),
+                   OPTION(nccl),          OPTION(compute),       OPTION(protect),
+                   OPTION(pump),          OPTION(foreign),       OPTION(capacity),
+                   OPTION(taken),         OPTION(granularity),   OPTION(alloc_waits),
+                   OPTION(lazy_connect),  OPTION(connect_bytes), OPTION(net),
+                   OPTION(proxy_blocks),  OPTION(abort_ms),      OPTION(queue_depth),
+                   OPTION(peers),         OPTION(corrupt_bytes), OPTION(share_device),
+                   OPTION(one_bus),       OPTION(quiet),         OPTION(blocking),
+                   OPTION(corrupt_peers), OPTION(lazy_load),     OPTION(one_queue)};
 #undef OPTION
     const int64_t value = strtoll(text, NULL, 10); /* its low bytes come first */
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
@@ -244,7 +238,7 @@ static int set_option(fake_options *it, const char *name, const char *text)
     return schedule >= 0;
 }
 
-int fake_parse(const char *text, fake_options *out)
+static int parse(const char *text, fake_options *out)
 {
     char *copy = strdup(text);
     char *rest = copy;
@@ -310,7 +304,6 @@ void fake_reset(const fake_options *options)
     fk.n_let_go = 0;
     fk.n_connections = 0;
     fk.n_ids = 0;
-    fk.n_threads = 0;
     fk.generation++;
     memset(fk.n_live, 0, sizeof fk.n_live);
     memset(fk.contexts, 0, sizeof fk.contexts);
@@ -327,7 +320,7 @@ void fake_reset(const fake_options *options)
 int fake_reset_text(const char *text)
 {
     fake_options options;
-    if (!fake_parse(text, &options))
+    if (!parse(text, &options))
         return 0;
     fake_reset(&options);
     return 1;
@@ -339,13 +332,11 @@ __attribute__((constructor)) static void load(void)
                               .driver = 13000,
                               .nccl = 22809,
                               .compute = 90,
-                              .slots = 4,
                               .capacity = INT64_C(1) << 32,
-                              .patience_ms = 20000,
                               .peers = 1,
                               .alloc_waits = 2};
     const char *text = getenv("FAKE_CUDA");
-    if (text != NULL && !fake_parse(text, &defaults))
+    if (text != NULL && !parse(text, &defaults))
         (void)fprintf(stderr, "fake: FAKE_CUDA is wrong: %s\n", text);
     fake_reset(NULL);
 }

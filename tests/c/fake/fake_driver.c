@@ -147,7 +147,7 @@ CUresult cuDeviceGetAttribute(int *out, int attribute, CUdevice device)
     FAKE_TRY(check_device(device));
     switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-        *out = fk.options.slots;
+        *out = FK_SLOTS;
         break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
         *out = fk.options.compute / 10;

@@ -103,7 +103,7 @@ static int await_all(ncclComm_t comm)
     while (!fk_all_joined(comm->world)) {
         if (fk.n_let_go != n_let_go)
             return ncclSystemError;
-        if (fk_is_alone() || !fk_pause(since)) {
+        if (!fk_pause(since)) {
             fk_error("rank %d of %d waits for others in ncclCommInitRank that never "
                      "come",
                      comm->rank, comm->n_ranks);

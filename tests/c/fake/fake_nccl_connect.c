@@ -4,11 +4,11 @@
  * device memory.  An operation's path depends on its algorithm, which NCCL chooses by
  * kind, size, and whether the memory is registered:
  *
- *     bit   kind * 6 + (0: < 256 KiB, 1: < 4 MiB, 2: more) * 2 + is it registered
+ *     bit   kind * 6 + (0: < 64 KiB, 1: < 512 KiB, 2: more) * 2 + is it registered
  */
 #include "nccl_state.h"
 
-enum { N_SIZES = 3, SMALL_BYTES = 256 << 10, MEDIUM_BYTES = 4 << 20 };
+enum { N_SIZES = 3, SMALL_BYTES = 64 << 10, MEDIUM_BYTES = 512 << 10 };
 
 static unsigned bit_of(const ncclComm_t comm, const fk_task *task)
 {
@@ -72,7 +72,7 @@ int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what)
 {
     const int64_t since = fk_now();
     while (!comm->is_aborted && comm->world != NULL && !is_done(comm, task)) {
-        if (fk_is_alone() || !fk_pause(since)) {
+        if (!fk_pause(since)) {
             fk_error("%s: rank %d of %d waits in its first collective of a kind for "
                      "ranks that never come",
                      what, comm->rank, comm->n_ranks);

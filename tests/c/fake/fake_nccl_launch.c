@@ -120,23 +120,6 @@ fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank)
     return NULL;
 }
 
-/* Whether rank r's half has come, or may: one that is not issued yet may. */
-int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r)
-{
-    if (comm->is_aborted || comm->world == NULL)
-        return 1;
-    if (fk_has_posted(comm, task, r))
-        return 1;
-    const fk_op *op = fk_find_peer(comm, task, r);
-    if (op != NULL)
-        return op->imagined != FK_QUEUED;
-    const fk_board *board = comm->world->board;
-    const int has_left = atomic_load(&board->has_joined[r]) != 0 &&
-                         atomic_load(&board->pids[r]) == (int)getpid() &&
-                         comm->world->comms[r] == NULL;
-    return !has_left;
-}
-
 /* Tells other processes, whose pump looks for wanted operations. */
 static void want(const ncclComm_t comm, const fk_task *task)
 {

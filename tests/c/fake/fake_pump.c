@@ -50,14 +50,14 @@ static void *pump_main(void *unused)
     return NULL;
 }
 
-int fk_pump_is_running(void)
+static int is_running(void)
 {
     return pump.is_running && pump.pid == getpid();
 }
 
 void fk_pump_start(void)
 {
-    if (fk_pump_is_running())
+    if (is_running())
         return;
     atomic_store(&pump.is_stopped, 0);
     pump.pid = getpid();
@@ -67,7 +67,7 @@ void fk_pump_start(void)
 /* Call without the lock.  In a forked child there is no thread. */
 void fk_pump_stop(void)
 {
-    if (fk_pump_is_running()) {
+    if (is_running()) {
         atomic_store(&pump.is_stopped, 1);
         (void)pthread_join(pump.thread, NULL);
     }

@@ -3,7 +3,6 @@
 
 void fk_moved(void)
 {
-    fk.n_moves++;
     (void)pthread_cond_broadcast(&fk.moved);
 }
 
@@ -216,8 +215,7 @@ static void begin(fk_op *op)
 
 static int can_begin(const fk_op *op)
 {
-    return fk.contexts[op->device].n_slots_taken + fk_slots_needed(op) <=
-           fk.options.slots;
+    return fk.contexts[op->device].n_slots_taken + fk_slots_needed(op) <= FK_SLOTS;
 }
 
 int fk_poll_residents(void)
@@ -399,5 +397,5 @@ void fk_print_queues(void)
         print_op(op);
     for (int i = 0; i < fk.options.devices; i++)
         (void)fprintf(stderr, "  device %d: %d of %d slots are taken\n", i,
-                      fk.contexts[i].n_slots_taken, fk.options.slots);
+                      fk.contexts[i].n_slots_taken, FK_SLOTS);
 }

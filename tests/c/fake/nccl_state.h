@@ -125,7 +125,6 @@ int fk_is_registered(ncclComm_t comm, const void *at);
 /* ---- fake_nccl_launch.c --------------------------------------------------------- */
 
 int fk_need_wanted(const ncclComm_t comm); /* by other processes; 0: none wanted */
-int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r);
 fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank);
 int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
                     const char *what);

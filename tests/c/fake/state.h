@@ -16,6 +16,7 @@
 
 #include "fake.h"
 
+enum { FK_SLOTS = 4 }; /* per device; a kernel takes one while it is executed */
 enum { FK_MAX_DEVICES = 16, FK_MAX_RANKS = 16, FK_MAX_CONTEXTS = 32 };
 
 typedef struct fk_op fk_op;
@@ -115,10 +116,8 @@ struct fk_op {
     int is_submitted;
     int is_needed; /* the host waits for it, or for what waits for it */
     int n_queries;
-    fk_capture *capture;  /* a node of its graph; NULL: it is executed */
-    int node;             /* its number there */
-    fk_op_state imagined; /* in fake_deadlock.c */
-    size_t n_imagined;    /* of n_waits there */
+    fk_capture *capture; /* a node of its graph; NULL: it is executed */
+    int node;            /* its number there */
     int device;
     int id;
     int stream_id;
@@ -162,11 +161,10 @@ typedef struct fk_state {
     pthread_cond_t moved; /* something was enqueued, executed or aborted */
     fake_options options;
     uint64_t draw;
-    uint64_t n_moves; /* counts all that may help a waiter */
     int is_forked;    /* in a child, after the parent's cuInit */
     uint64_t resting; /* bits: streams that rest for now */
     int is_initialized;
-    int is_stuck; /* a deadlock was reported */
+    int is_stuck; /* something that never comes was reported */
     int sticky;   /* a kernel has failed: the result of all later calls */
     int n_let_go; /* calls of fake_let_go() */
     int n_connections;
@@ -178,7 +176,6 @@ typedef struct fk_state {
     fk_list ready;       /* those of them that wait for nothing */
     fk_list residents;
     int n_pending;
-    int n_threads; /* that have called since fake_reset() */
     fk_kernel *kernels;
     fk_world *worlds;
     uint64_t generation; /* of fake_reset() */
@@ -296,17 +293,10 @@ int fk_query(fk_op *op); /* NULL: done */
 int fk_pause(int64_t since);
 int64_t fk_now(void);
 
-/* ---- fake_deadlock.c ------------------------------------------------------------ */
-
-/* Whether it could be done if all peers enqueued their missing parts. */
-int fk_can_ever(const fk_op *op);
-int fk_is_alone(void); /* no other thread can enqueue anything */
-
 /* ---- fake_pump.c ---------------------------------------------------------------- */
 
 void fk_pump_start(void);
 void fk_pump_stop(void); /* without the lock */
-int fk_pump_is_running(void);
 
 /* ---- fake_hide.c ---------------------------------------------------------------- */
 
