@@ -95,19 +95,6 @@ def projected_conflicting_gradients(run):
         yield tensors_of(model)
 
 
-def moving_average_of_weights(run):
-    model = run.wrap(nn.Sequential(nn.Linear(6, 130), nn.Dropout(0.0), mlp(130)))
-    average = copy.deepcopy(model.module).requires_grad_(False).eval()
-    optimizer = sgd(model)
-    for _ in trained(run, model, optimizer):
-        with torch.no_grad():
-            for mean, p in zip(
-                average.parameters(), model.module.parameters(), strict=True
-            ):
-                mean.lerp_(p, 0.1)
-        yield tensors_of(model, average)
-
-
 def stochastic_weight_averaging(run):
     module = nn.Sequential(nn.Linear(6, 130), nn.BatchNorm1d(130), nn.Linear(130, 2))
     model = run.wrap_copyable(module)
@@ -321,15 +308,6 @@ def a_backward_in_another_thread(run):
 # ---- parts of models -----------------------------------------------------------------
 
 
-def weight_normalisation(run):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        old = nn.utils.weight_norm(nn.Linear(6, 130))
-    new = nn.utils.parametrizations.weight_norm(nn.Linear(130, 90))
-    model = run.wrap(nn.Sequential(old, nn.Tanh(), new, nn.Linear(90, 2)))
-    yield from trained(run, model, sgd(model))
-
-
 def spectral_normalisation(run):
     """The buffers of the power iteration change in each of two forwards."""
     parts = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 40))
@@ -359,14 +337,6 @@ def attention_with_unused_parts(run):
         return model(x)["out"].square().mean()
 
     yield from trained(run, model, sgd(model), (2, 5, 48), loss)
-
-
-def odd_strides(run):
-    module = nn.Sequential(nn.Conv2d(8, 64, 3), nn.Flatten(), nn.Linear(256, 100))
-    module = module.to(memory_format=torch.channels_last)
-    module[2].weight = nn.Parameter(torch.randn(256, 100).t() / 16)
-    model = run.wrap(module)
-    yield from trained(run, model, sgd(model), (2, 8, 4, 4))
 
 
 def two_thousand_tiny_parameters(run):
