@@ -200,7 +200,7 @@ def kill_at(moment):
 
 
 @pytest.mark.parametrize(
-    ("n", "seed"), [(12, 1), pytest.param(200, 2, marks=pytest.mark.hand)]
+    ("n", "seed"), [(10, 1), pytest.param(200, 2, marks=pytest.mark.hand)]
 )
 def test_every_rank_learns_of_a_kill_at_any_moment(n, seed):
     workers = []

@@ -142,11 +142,13 @@ def test_a_forward_of_two_outputs_awaits_its_backward_once(ranks):
 
 # ---- compilers -----------------------------------------------------------------------
 
-BACKENDS = ["eager", "aot_eager"] + ["inductor"] * bool(shutil.which("g++"))
+COMPILED = [("module", "eager"), ("wrapper", "aot_eager"), ("method compile", "eager")]
+COMPILED += [("wrapper", "inductor")] * bool(shutil.which("g++"))
 
 
-@on_ranks(backend=BACKENDS, what=["module", "wrapper", "method compile"])
-def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, backend, what):
+@on_ranks(how=COMPILED)
+def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, how):
+    what, backend = how
     torch._dynamo.reset()
     twin = Twin(ranks, exact())
     module, ours = twin.ours.module, twin.ours
