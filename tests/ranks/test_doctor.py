@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import paceline
 import pytest
 from support import warm
 from support.forbidden import is_known
-from support.processes import wait_until_gone
+from support.processes import children, wait_until_gone
 from support.waiting import until
 
 SECONDS = 300
@@ -69,10 +68,6 @@ def assert_said(finding, status, *words):
 def assert_well(found, *names):
     """Check that these findings report no problem, so that others are not noise."""
     assert [name for name in names if found[name]["status"] == "problem"] == []
-
-
-def children():
-    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 # ---- a working machine --------------------------------------------------------------
@@ -188,27 +183,6 @@ def test_threads_that_are_bound_to_one_core_are_said():
     if found["cores"]["status"] == "ok":
         pytest.skip("this torch's OpenMP does not bind the main thread")
     assert_said(found["cores"], "warning", "OMP_PROC_BIND", "bound to 1 of")
-
-
-def test_a_tiny_dev_shm_is_said():
-    mount = "mount -t tmpfs -o size=1m none /dev/shm"
-    command = ["unshare", "-rm", "bash", "-c"]
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare")
-    tried = subprocess.run([*command, mount], capture_output=True, text=True)
-    if tried.returncode != 0:
-        pytest.skip(f"cannot mount here: {tried.stderr.strip()}")
-    ours = f"{sys.executable} -m paceline doctor --json"
-    ended = subprocess.run(
-        [*command, f"{mount} && {ours}"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    found = read(ended.returncode, ended.stdout)
-    assert_said(found["dev_shm"], "warning", "1 MiB free of 1 MiB", "--shm-size")
-    assert_said(found["links"], "ok")
-    assert ended.returncode == 0
 
 
 def test_variables_and_libraries_that_are_wrong_are_said():

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import apart, assert_same_grads, net, on_ranks, step_of
-from group_cases import Over, wrap_over
 from support.failing import FailsInBackward
+from support.groups import Over, wrap_over
 from support.waiting import until
 from torch import nn
 
