@@ -236,22 +236,6 @@ def meta_learning(run):
     yield from trained(run, model, sgd(model), (2, 4, 6), loss)
 
 
-def several_optimizers(run):
-    module = mlp()
-    parameters = list(module.parameters())
-    first = torch.optim.SGD(parameters[:3], lr=0.1, momentum=0.9, nesterov=True)
-    model = run.wrap(module)
-    second = torch.optim.RAdam(parameters[3:], lr=0.01)
-    for step in range(N_STEPS):
-        first.zero_grad()
-        second.zero_grad()
-        model(run.normal(4, 6, key=step)).square().mean().backward()
-        first.step()
-        if step % 2:
-            second.step()
-        yield tensors_of(model)
-
-
 def optimizers_of_every_kind(run):
     for make in (
         lambda p: torch.optim.Adam(p, foreach=True),

@@ -33,7 +33,6 @@ from torch import nn
         "projected_conflicting_gradients",
         "adversarial_training",
         "accumulation_with_clipping_and_a_scheduler",
-        "several_optimizers",
         "optimizers_of_every_kind",
         "hooks_on_modules_and_tensors",
     ]
