@@ -318,6 +318,12 @@ def test_drawn_uses_of_tables_are_averaged_in_the_layout_of_their_gradients(
                 assert_equal(p.grad.to_dense(), q.grad.to_dense(), what)
 
 
+def test_a_gradient_that_is_sparse_in_every_element_is_averaged_by_rows(ranks):
+    both = ByHand(ranks, Words())
+    both.ours.module.table.weight.register_hook(by_elements)
+    both.step(words_of(ranks))
+
+
 # ---- left out, and dense -----------------------------------------------------------
 
 
