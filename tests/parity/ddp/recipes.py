@@ -323,11 +323,11 @@ def attention_with_unused_parts(run):
     yield from trained(run, model, sgd(model), (2, 5, 48), loss)
 
 
-def two_thousand_tiny_parameters(run):
+def five_hundred_tiny_parameters(run):
     class Tiny(nn.Module):
         def __init__(self):
             super().__init__()
-            self.parts = nn.ParameterList(torch.randn(i % 3 + 1) for i in range(2000))
+            self.parts = nn.ParameterList(torch.randn(i % 3 + 1) for i in range(500))
 
         def forward(self, x):
             return torch.cat(list(self.parts)).sin().sum() * x.mean()

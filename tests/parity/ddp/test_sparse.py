@@ -315,6 +315,8 @@ def test_drawn_uses_of_tables_are_averaged_in_the_layout_of_their_gradients(
             assert (p.grad is None) == (q.grad is None), what
             if q.grad is not None:
                 assert p.grad.layout == q.grad.layout, what
+                if q.grad.is_sparse:
+                    assert p.grad.sparse_dim() == q.grad.sparse_dim(), what
                 assert_equal(p.grad.to_dense(), q.grad.to_dense(), what)
 
 
@@ -419,6 +421,14 @@ def test_an_embedding_that_is_swapped_for_a_sparse_one_is_noticed(ranks):
     for step in range(3):
         both.zero()
         both.step(words_of(ranks, key=step, n_rows=30))
+
+
+def test_an_embedding_that_becomes_sparse_after_wrapping_is_averaged(ranks):
+    both = ByHand(ranks, Words(table=nn.Embedding(20, 6)))
+    for is_sparse in (False, True, False):
+        both.plain.table.sparse = both.ours.module.table.sparse = is_sparse
+        both.zero()
+        both.step(words_of(ranks), layouts=SPARSE if is_sparse else {})
 
 
 # ---- bits ---------------------------------------------------------------------------
