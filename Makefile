@@ -150,11 +150,11 @@ fuzz: $(INSTALLED) $(DEPENDENCIES) ## random programs by torch's class and by ou
 fuzz-dp: $(INSTALLED) $(DEPENDENCIES) ## random programs with DataParallel and without, compared
 	$(PY) tests/parity/dp/drawn_programs.py $(FUZZ_FLAGS)
 
-# HOSTS_FLAGS="--failures 5 --seed 7" draws those failures again.
+# FUZZ=5 FUZZ_SEED=7 draws five failures, those of seed 7 and after.
 .PHONY: hosts
 hosts: $(INSTALLED) $(DEPENDENCIES) ## DistributedDataParallel across hosts: its list, and drawn failures
 	TEST_RANKS_PER_HOST=1 $(PY) -m pytest -q tests/parity/ddp
-	PYTHONPATH=tests $(PY) tests/ranks/drawn_failures.py $(HOSTS_FLAGS)
+	FUZZ=$(or $(FUZZ),100) $(PY) -m pytest -q -m long tests/ranks/test_hosts.py
 	$(PY) -m pytest -q -m long tests/hostile
 
 # MATRIX=3.13 takes one row, TORCH=2.15.0rc1 another torch than the table's.

@@ -391,4 +391,5 @@ def test_a_pipe_takes_more_than_it_can_hold(tmp_path):
             paceline.save(state, path)
             break
     os.waitpid(pid, 0)
+    assert stat.S_ISFIFO(path.stat().st_mode), "the pipe stays"
     assert torch.equal(paceline.load(tmp_path / "copy")["weight"], state["weight"])

@@ -2,11 +2,11 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from paceline._cli.bench import command
 from support import warm
+from support.processes import children
 
 SECONDS = 300
 QUICK = ["--quick", "--models", "digits", "--ranks", "2", "--cpu"]
@@ -20,10 +20,6 @@ def bench(*words, **env):
         text=True,
         timeout=SECONDS,
     )
-
-
-def children():
-    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def test_the_table_has_every_contestant_and_the_command_leaves_nothing():

@@ -8,7 +8,6 @@ import functools
 import gc
 import os
 import signal
-import time
 
 import paceline
 import pytest
@@ -116,13 +115,16 @@ def die_before_the_device_is_done(rank, hosts):
         model(x, True).square().mean().backward()
     if rank == hosts.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(3.0)  # so rank 0, which cannot continue, reports it
+        store.wait(["told"])  # so rank 0, which cannot continue, reports it
     told = []
     for _ in range(2):
         with pytest.raises(paceline.PeerError) as caught:
             model(x, True).square().mean().backward()
         told.append(str(caught.value))
+        if rank == 0:
+            store.set("told", "")
     return told
 
 

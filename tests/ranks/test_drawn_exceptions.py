@@ -1,7 +1,8 @@
 """Ranks that catch drawn exceptions go on together, with exact means.
 
-In each iteration each rank may raise: in forward, between forward and backward, at the
-begin, in the middle or at the end of backward, or after it.  FUZZ=500 draws 500
+In each iteration each rank may raise: in forward, as its output is read, between
+forward and backward (or be interrupted there), at the begin, in the middle or at the
+end of backward, or after it.  FUZZ=500 draws 500
 iterations, and FUZZ_SEED=7 draws those of seed 7, which a failure names.
 """
 
@@ -23,7 +24,8 @@ from torch import nn
 
 N_DRAWN = int(os.environ.get("FUZZ", "60"))
 SEED = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 30)))
-PLACES = ("forward", "loss", "output", "middle", "hook", "optimizer")
+PLACES = ("forward", "reading", "loss", "Ctrl-C", "output", "middle", "hook")
+PLACES += ("optimizer",)
 ODDS = (25, *[1] * len(PLACES))
 
 
@@ -45,7 +47,14 @@ class Net(nn.Module):
             total = total + (weight * x).sum()
             if place == "middle" and weight is self.weights[1]:
                 total = FailsInBackward.apply(total, ArithmeticError)
-        return total
+        return Unread(total=total) if place == "reading" else total
+
+
+class Unread(dict):
+    """An output that cannot be read."""
+
+    def values(self):
+        raise ArithmeticError
 
 
 def fail(*_):
@@ -58,6 +67,8 @@ def take_step(model, x, mean, place):
     total = model(x, place)
     if place == "loss":
         fail()
+    if place == "Ctrl-C":
+        raise KeyboardInterrupt
     if place == "output":
         total = FailsInBackward.apply(total, ArithmeticError)
     with contextlib.ExitStack() as hooks:
@@ -91,25 +102,30 @@ def train(rank, n_ranks, device, hosts, has_buffer, n):
                 latest = torch.tensor(i)
                 dist.all_reduce(latest, dist.ReduceOp.MAX, group=beside)
                 i = int(latest)
-            except (ArithmeticError, paceline.PeerError) as error:
+            except (ArithmeticError, KeyboardInterrupt, paceline.PeerError) as error:
                 raised[type(error).__name__] += 1
             i += 1
         return model._session.reducer.n_taken, raised
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("has_buffer", [False, True])
-@pytest.mark.parametrize(
-    ("device", "n_ranks", "hosts"),
-    [
-        ("cpu", 3, None),
-        ("cpu", 3, (0, 1, 1)),
-        ("cpu", 4, (0, 1, 0, 1)),  # the process group carries all
-        ("gpu", 2, None),
-        ("gpu", 3, None),
-        ("gpu", 3, (0, 1, 1)),
-    ],
-)
+WORLDS = [  # device, number of ranks, their hosts, and whether it has buffers
+    ("cpu", 3, None, True),
+    ("gpu", 2, None, False),
+    *(
+        pytest.param(*world, has_buffer, marks=pytest.mark.long)
+        for has_buffer in (False, True)
+        for world in [
+            ("cpu", 2, None),
+            ("cpu", 3, (0, 1, 1)),
+            ("cpu", 4, (0, 1, 0, 1)),  # the process group carries all
+            ("gpu", 3, None),
+            ("gpu", 3, (0, 1, 1)),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "n_ranks", "hosts", "has_buffer"), WORLDS)
 def test_ranks_that_catch_drawn_exceptions_go_on(device, n_ranks, hosts, has_buffer):
     print(f"FUZZ_SEED={SEED}")
     gpus = fake_gpus.environment() if device == "gpu" else {}

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline._ddp import peers
+from support.groups import Over
 from support.ranks import run_ranks, values
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -29,26 +30,6 @@ BATCH = torch.arange(6.0).reshape(3, 2)
 
 
 # ---- kinds of group -----------------------------------------------------------------
-
-
-class Over(dist.ProcessGroup):
-    """A group in Python, of no kind that is known, over one of Gloo."""
-
-    def __init__(self, inner):
-        super().__init__(inner.rank(), inner.size())
-        self.inner = inner
-
-    def allreduce(self, tensors, opts):
-        return self.inner.allreduce(tensors, opts)
-
-    def broadcast(self, tensors, opts):
-        return self.inner.broadcast(tensors, opts)
-
-    def allgather(self, outputs, inputs, opts):
-        return self.inner.allgather(outputs, inputs, opts)
-
-    def getBackendName(self):
-        return "over"
 
 
 def gloo():

@@ -193,24 +193,6 @@ def test_local_ranks_are_counted_by_host():
     assert local_ranks(reports) == [0, 0]
 
 
-@pytest.mark.parametrize("variables", [{}, {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}])
-def test_a_plain_process_is_a_world_of_its_own(variables):
-    (report,), err = run_jobs(lambda port: [([sys.executable, JOB], variables)])
-    assert report == {
-        "rank": 0,
-        "world_size": 1,
-        "local_rank": 0,
-        "device": "cpu",
-        "launcher": "none",
-        "is_same": True,
-        "is_initialized": True,
-        "environ": {},
-        "grad": [[0.0, 0.0]],
-    }
-    assert err.startswith("paceline: 1 rank on 1 host, backend gloo, launcher none")
-    assert ("SLURM_NTASKS is 2" in err) == bool(variables)
-
-
 ALONE = """
 import os, paceline
 before = dict(os.environ)

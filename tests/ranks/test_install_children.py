@@ -340,24 +340,6 @@ def test_children_are_reached_as_far_as_they_can_be(here):
     assert result.stderr == ""
 
 
-def test_replicas_of_ours_work_in_a_reached_child(here):
-    write(
-        here / "train.py",
-        """
-        import subprocess, sys
-        if len(sys.argv) > 1:
-            import torch
-            model = torch.nn.DataParallel(torch.nn.Linear(2, 1), ["cpu", "cpu"])
-            print(model(torch.ones(4, 2)).shape, len(model.device_ids))
-        else:
-            subprocess.run([sys.executable, *sys.argv, "again"], check=True)
-        """,
-    )
-    result = ours("train.py")
-    assert lines(result) == ["torch.Size([4, 1]) 2"]
-    assert result.stderr == ""
-
-
 # ---- other modules called sitecustomize ---------------------------------------------
 
 SITES = {

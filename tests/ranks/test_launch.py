@@ -212,21 +212,6 @@ def test_the_rank_that_raised_is_named_with_its_own_exception():
         assert "/_launch/" not in text  # no frames of Paceline
 
 
-def test_an_exception_that_cannot_come_here_is_told_by_its_traceback():
-    def fail():
-        import threading
-
-        class Stuck(Exception):
-            lock = threading.Lock()
-
-        raise Stuck("words")
-
-    with pytest.raises(paceline.RankError, match="rank 0 of 1 raised Stuck") as caught:
-        paceline.launch(fail, 1)
-    assert caught.value.__cause__ is None
-    assert "words" in str(caught.value)
-
-
 def test_a_rank_error_pickles_with_its_rank():
     error = pickle.loads(pickle.dumps(paceline.RankError("words", 3)))
     assert (str(error), error.rank, error.results) == ("words", 3, {})

@@ -158,17 +158,20 @@ def train_past_a_pause(rank, n_ranks, hosts, where, folder):
     return means
 
 
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize(
-    ("where", "n_ranks"),
-    [
-        ("a step", (2,)),
-        ("a step", (1, 1)),
-        ("a step", (2, 2)),
-        ("construction", (2,)),
-        ("construction", (1, 1)),
-    ],
-)
+SUSPENDED = [  # where, the ranks of each host, and the order in which ranks go on
+    ("a step", (2,), 1),
+    ("a step", (1, 1), -1),
+    ("a step", (2, 2), 1),
+    ("construction", (2,), -1),
+    ("construction", (1, 1), 1),
+]
+OTHERS = [
+    pytest.param(where, n_ranks, -order, marks=pytest.mark.long)
+    for where, n_ranks, order in SUSPENDED
+]
+
+
+@pytest.mark.parametrize(("where", "n_ranks", "order"), SUSPENDED + OTHERS)
 def test_a_job_that_was_suspended_beyond_the_deadline_goes_on(
     where, n_ranks, order, tmp_path
 ):

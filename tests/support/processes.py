@@ -77,6 +77,11 @@ def leftovers(before: dict[int, str]) -> list[str]:
     return [f"fd {fd}: {link}" for fd, link in ours.items()] + shared_mappings()
 
 
+def children() -> set[str]:
+    """Return this process's children, as numbers in words."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
 def is_running(pid: int) -> bool:
     """Tell whether a process exists and is not a zombie."""
     try:

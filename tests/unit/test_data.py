@@ -13,7 +13,7 @@ import torch
 from paceline.data import BatchSampler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-N_DRAWN = 400
+DRAWN = [range(60), pytest.param(range(60, 460), marks=pytest.mark.long)]
 WORKERS = [(0, False), (2, False), (2, True)]
 
 
@@ -25,8 +25,13 @@ def orders(n_rows, shuffle, seed):
         yield from torchs
 
 
-@pytest.mark.parametrize("seed", range(N_DRAWN))
-def test_each_row_comes_once_an_epoch_whatever_ranks_go_on_from_wherever(seed):
+@pytest.mark.parametrize("seeds", DRAWN)
+def test_each_row_comes_once_an_epoch_whatever_ranks_go_on_from_wherever(seeds):
+    for seed in seeds:
+        check_drawn_restarts(seed)
+
+
+def check_drawn_restarts(seed):
     rng = random.Random(seed)
     n_rows = rng.randint(7, 60)
     order = {"shuffle": rng.random() < 0.7, "seed": rng.randrange(3)}
@@ -56,7 +61,7 @@ def test_each_row_comes_once_an_epoch_whatever_ranks_go_on_from_wherever(seed):
                 break  # unless it is resumed, the next pass begins anew
         state, *others = (sampler.state_dict() for sampler in samplers)
         assert all(other == state for other in others)
-    assert found == list(itertools.islice(orders(n_rows, **order), len(found)))
+    assert found == list(itertools.islice(orders(n_rows, **order), len(found))), seed
 
 
 @pytest.mark.parametrize(("n_workers", "persistent"), WORKERS)

@@ -95,19 +95,6 @@ def projected_conflicting_gradients(run):
         yield tensors_of(model)
 
 
-def moving_average_of_weights(run):
-    model = run.wrap(nn.Sequential(nn.Linear(6, 130), nn.Dropout(0.0), mlp(130)))
-    average = copy.deepcopy(model.module).requires_grad_(False).eval()
-    optimizer = sgd(model)
-    for _ in trained(run, model, optimizer):
-        with torch.no_grad():
-            for mean, p in zip(
-                average.parameters(), model.module.parameters(), strict=True
-            ):
-                mean.lerp_(p, 0.1)
-        yield tensors_of(model, average)
-
-
 def stochastic_weight_averaging(run):
     module = nn.Sequential(nn.Linear(6, 130), nn.BatchNorm1d(130), nn.Linear(130, 2))
     model = run.wrap_copyable(module)
@@ -249,22 +236,6 @@ def meta_learning(run):
     yield from trained(run, model, sgd(model), (2, 4, 6), loss)
 
 
-def several_optimizers(run):
-    module = mlp()
-    parameters = list(module.parameters())
-    first = torch.optim.SGD(parameters[:3], lr=0.1, momentum=0.9, nesterov=True)
-    model = run.wrap(module)
-    second = torch.optim.RAdam(parameters[3:], lr=0.01)
-    for step in range(N_STEPS):
-        first.zero_grad()
-        second.zero_grad()
-        model(run.normal(4, 6, key=step)).square().mean().backward()
-        first.step()
-        if step % 2:
-            second.step()
-        yield tensors_of(model)
-
-
 def optimizers_of_every_kind(run):
     for make in (
         lambda p: torch.optim.Adam(p, foreach=True),
@@ -321,15 +292,6 @@ def a_backward_in_another_thread(run):
 # ---- parts of models -----------------------------------------------------------------
 
 
-def weight_normalisation(run):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        old = nn.utils.weight_norm(nn.Linear(6, 130))
-    new = nn.utils.parametrizations.weight_norm(nn.Linear(130, 90))
-    model = run.wrap(nn.Sequential(old, nn.Tanh(), new, nn.Linear(90, 2)))
-    yield from trained(run, model, sgd(model))
-
-
 def spectral_normalisation(run):
     """The buffers of the power iteration change in each of two forwards."""
     parts = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 40))
@@ -361,19 +323,11 @@ def attention_with_unused_parts(run):
     yield from trained(run, model, sgd(model), (2, 5, 48), loss)
 
 
-def odd_strides(run):
-    module = nn.Sequential(nn.Conv2d(8, 64, 3), nn.Flatten(), nn.Linear(256, 100))
-    module = module.to(memory_format=torch.channels_last)
-    module[2].weight = nn.Parameter(torch.randn(256, 100).t() / 16)
-    model = run.wrap(module)
-    yield from trained(run, model, sgd(model), (2, 8, 4, 4))
-
-
-def two_thousand_tiny_parameters(run):
+def five_hundred_tiny_parameters(run):
     class Tiny(nn.Module):
         def __init__(self):
             super().__init__()
-            self.parts = nn.ParameterList(torch.randn(i % 3 + 1) for i in range(2000))
+            self.parts = nn.ParameterList(torch.randn(i % 3 + 1) for i in range(500))
 
         def forward(self, x):
             return torch.cat(list(self.parts)).sin().sum() * x.mean()

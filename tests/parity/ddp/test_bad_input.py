@@ -59,16 +59,6 @@ CHANGES = {
         "'2.weight' (torch.float32 of shape (2, 4)",
         "'2.weight' (torch.float32 of shape (2, 5)",
     ),
-    "dtype": (
-        lambda m: m.double(),
-        "'0.weight' (torch.float32 of shape (4, 3)",
-        "'0.weight' (torch.float64 of shape (4, 3)",
-    ),
-    "order": (
-        lambda m: m.insert(0, m.pop(2)),
-        "'0.weight' (torch.float32 of shape (4, 3)",
-        "'0.weight' (torch.float32 of shape (2, 4)",
-    ),
     "more": (lambda m: m.append(nn.Linear(2, 2)), "'1.running_mean'", "'3.weight'"),
     "ignored on one": (
         lambda m: setattr(m, "_ddp_params_and_buffers_to_ignore", ["0.weight"]),

@@ -10,13 +10,12 @@ from cases import (
     Twin,
     as_torch,
     assert_equal,
-    grads_of,
     integer_weights,
     net,
     skip_without_complex,
     train,
 )
-from hook_cases import OWN, by_hand, chain, hooked, mlp, reduced, trained
+from hook_cases import OWN, by_hand, hooked, mlp, reduced, trained
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
@@ -227,18 +226,6 @@ class Halves(nn.Module):
 
 
 # ---- loops --------------------------------------------------------------------------
-
-
-@as_torch()
-def test_two_models_with_hooks_of_their_own_train_together(ranks, wrap):
-    one = hooked(ranks, wrap, mlp(), default_hooks.fp16_compress_hook)
-    two = hooked(ranks, wrap, nn.Linear(2, 3), chain)
-    for step in range(3):
-        x = torch.randn(3, 6, generator=ranks.generator(step))
-        one.zero_grad()
-        two.zero_grad()
-        two(one(x)).square().sum().backward()
-        yield grads_of(one) + grads_of(two)
 
 
 @as_torch()

@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-N_DRAWN = int(os.environ.get("FUZZ", "48"))  # programs, and as many loops
+N_DRAWN = int(os.environ.get("FUZZ", "24"))  # programs, and as many loops
 N_STATEMENTS = 8
 
 

@@ -1,6 +1,5 @@
 """If sums are exact, gradients have torch's bits; they are equal on all ranks."""
 
-import copy
 import gc
 import time
 
@@ -50,48 +49,6 @@ def linear_loss(ranks, key):
 def normal(ranks, model, key):
     generator = ranks.generator(key)
     return [torch.randn(p.shape, generator=generator) for p in model.parameters()]
-
-
-def mlp():
-    return nn.Sequential(
-        nn.Linear(8, 130), nn.Tanh(), nn.Linear(130, 90), nn.Tanh(), nn.Linear(90, 3)
-    )
-
-
-# ---- against torch ------------------------------------------------------------------
-
-
-@as_torch(cap=[None, 0.01])
-def test_steps_of_a_deep_model_on_two_ranks_give_the_bits_of_torch(ranks, wrap, cap):
-    model = wrap(mlp(), bucket_cap_mb=cap)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        x = torch.randn(5, 8, generator=ranks.generator(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        yield [*grads_of(model), *model.parameters()]
-
-
-@on_ranks(3)
-def test_steps_on_three_ranks_agree_with_torch_to_rounding(ranks):
-    """Two sums and a division round by 2^-24 each, in a different order than Gloo's.
-
-    atol: if terms cancel, the error is bounded by their size, which is about 1 here.
-    """
-    torch.manual_seed(0)
-    model = mlp()
-    models = ranks.wrap(copy.deepcopy(model)), ranks.wrap_by_torch(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
-    for step in range(4):
-        x = torch.randn(5, 8, generator=ranks.generator(step))
-        for model, one in zip(models, optimizers, strict=True):
-            one.zero_grad()
-            model(x).square().mean().backward()
-            one.step()
-        for mine, p in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(mine.grad, p.grad, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(mine.data, p.data, rtol=1e-5, atol=1e-6)
 
 
 # ---- the same bits on every rank ----------------------------------------------------
@@ -204,15 +161,12 @@ def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks, wrap):
 
 
 @on_gpus_too()
-@on_ranks(strides=["its own", "others"])
-def test_a_gradient_of_the_users_own_is_added_to(ranks, strides):
+def test_a_gradient_of_the_users_own_in_other_strides_is_added_to(ranks):
     twin = Twin(ranks, Wide([(200, 100), (3, 4)]))
     for step in range(3):
         for model in (twin.plain, twin.ours):
             for p in model.parameters():
-                p.grad = torch.full_like(p, 2.0)
-                if strides == "others":
-                    p.grad = torch.full(tuple(p.shape[::-1]), 2.0).t()
+                p.grad = torch.full(tuple(p.shape[::-1]), 2.0).t()
         twin.step(linear_loss(ranks, step))
 
 

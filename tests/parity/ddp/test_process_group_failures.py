@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import apart, assert_same_grads, net, on_ranks, step_of
-from group_cases import Over, wrap_over
 from support.failing import FailsInBackward
+from support.groups import Over, wrap_over
 from support.waiting import until
 from torch import nn
 
@@ -74,16 +74,14 @@ class FailsWhenAsked(nn.Module):
         return self.second(FailsInBackward.apply(y, KeyError("mine")) if fails else y)
 
 
-@on_ranks(n_before=[0, 1, 3], again=[1, 2], fails=["forward", "backward"])
-def test_what_failed_on_all_ranks_of_a_group_is_left_behind(
-    ranks, n_before, again, fails
-):
+@on_ranks(n_before=[0, 1, 3], fails=["forward", "backward"])
+def test_what_failed_on_all_ranks_of_a_group_is_left_behind(ranks, n_before, fails):
     model, plain = wrap_over(Over(ranks.group), FailsWhenAsked()), FailsWhenAsked()
     plain.load_state_dict(model.module.state_dict())
     theirs = ranks.wrap_by_torch(plain)
     for k in range(n_before):
         model(ranks.integers(2, 6, key=(k,))).sum().backward()
-    for _ in range(again):
+    for _ in range(2):
         with pytest.raises(KeyError, match="mine"):
             model(ranks.integers(2, 6), fails).sum().backward()
     for k in range(3):

@@ -23,8 +23,8 @@ from cases import (
     on_ranks,
     step_of,
 )
-from group_cases import FutureOnly, Over, WaitAndFuture, WaitOnly, wrap_over
 from support.copies import pickled
+from support.groups import FutureOnly, Over, WaitAndFuture, WaitOnly, wrap_over
 from support.ranks import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -33,7 +33,6 @@ from torch import nn
         "projected_conflicting_gradients",
         "adversarial_training",
         "accumulation_with_clipping_and_a_scheduler",
-        "several_optimizers",
         "optimizers_of_every_kind",
         "hooks_on_modules_and_tensors",
     ]
@@ -142,11 +141,13 @@ def test_a_forward_of_two_outputs_awaits_its_backward_once(ranks):
 
 # ---- compilers -----------------------------------------------------------------------
 
-BACKENDS = ["eager", "aot_eager"] + ["inductor"] * bool(shutil.which("g++"))
+COMPILED = [("module", "eager"), ("wrapper", "aot_eager"), ("method compile", "eager")]
+COMPILED += [("wrapper", "inductor")] * bool(shutil.which("g++"))
 
 
-@on_ranks(backend=BACKENDS, what=["module", "wrapper", "method compile"])
-def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, backend, what):
+@on_ranks(how=COMPILED)
+def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, how):
+    what, backend = how
     torch._dynamo.reset()
     twin = Twin(ranks, exact())
     module, ours = twin.ours.module, twin.ours

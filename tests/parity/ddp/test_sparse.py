@@ -10,6 +10,7 @@ runs of 90 s one died when malloc found an unaligned chunk.
 """
 
 import copy
+import random
 import warnings
 
 import paceline
@@ -21,6 +22,7 @@ from cases import (
     bits,
     grads_of,
     integer_weights,
+    mean_over,
     on_gpus_too,
     on_ranks,
     step_of,
@@ -47,7 +49,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bflo
 
 
 @on_gpus_too(table=["embedding"], dtype=["float32"])
-@as_torch(table=[*TABLES], dtype=[*DTYPES])
+@as_torch(table=[*TABLES], dtype=["float32", "bf16"])
 def test_sparse_gradients_are_averaged_as_torch_averages_them(
     ranks, wrap, table, dtype
 ):
@@ -73,28 +75,6 @@ def test_sparse_gradients_accumulate_however_they_are_zeroed(ranks, wrap, how):
             first = model.module.table.weight.grad
         if how != "to None" and wrap == ranks.wrap:
             assert model.module.table.weight.grad is first
-
-
-@as_torch()
-def test_sparse_gradients_accumulate_without_averaging(ranks, wrap):
-    model = wrap(Words())
-    for step in range(3):
-        model.zero_grad()
-        for part in range(2):
-            with model.no_sync():
-                model(words_of(ranks, key=(step, part))).sum().backward()
-            yield grads_of(model)
-        model(words_of(ranks, key=step)).sum().backward()
-        yield grads_of(model)
-
-
-@as_torch()
-def test_a_rank_may_have_no_rows_and_so_may_all(ranks, wrap):
-    model = wrap(Words())
-    for step in range(4):
-        is_empty = step == 3 or (step != 1 and ranks.rank == step % 2)
-        words = words_of(ranks, key=step)
-        yield step_of(model, words[:0] if is_empty else words)
 
 
 class Towers(nn.Module):
@@ -247,6 +227,170 @@ def test_one_backward_may_reach_two_wrappers_in_opposite_order(ranks, is_sparse)
         for one, model in zip(plain, models, strict=True):
             layouts = SPARSE if is_sparse else {}
             assert_means(model.module, means_by_hand(ranks, one), layouts)
+
+
+# ---- drawn uses: used by some, dense and sparse together, not declared --------------
+
+
+class Tables(nn.Module):
+    """A table that is declared sparse, and one that is not."""
+
+    def __init__(self, n_rows):
+        super().__init__()
+        self.table = nn.Embedding(n_rows, 6, sparse=True)
+        self.weight = nn.Parameter(torch.ones(n_rows, 6))
+        self.other = nn.Parameter(torch.ones(6))
+
+    def forward(self, uses):
+        """Look up rows of a table, unless they are None; add the whole table."""
+        total = self.other.sum()
+        for weight, (words, factor) in zip(self.tables(), uses, strict=True):
+            if words is not None:
+                rows = functional.embedding(words, weight, sparse=True)
+                total = total + (rows * self.other).sum()
+            if factor:
+                total = total + factor * weight.sum()
+        return total
+
+    def tables(self):
+        return self.table.weight, self.weight
+
+
+def dense(parameter):
+    return None if parameter.grad is None else parameter.grad.to_dense()
+
+
+def by_elements(grad):
+    return grad.to_dense().to_sparse(2) if grad.is_sparse else grad
+
+
+@on_ranks(n_rows=[20, 3000], seed=range(6))
+def test_drawn_uses_of_tables_are_averaged_in_the_layout_of_their_gradients(
+    ranks, n_rows, seed
+):
+    """Each rank draws its uses and resets; one dense gradient makes the mean dense."""
+    same, own = random.Random(seed), random.Random(f"{seed} {ranks.rank}")
+    both = ByHand(ranks, integer_weights(Tables(n_rows)))
+    plain, ours = both.plain, both.ours.module
+    for model in (plain, ours) if seed % 2 else ():
+        model.weight.register_hook(by_elements)
+    touched = set()
+
+    def draw(key):
+        uses = []
+        for i in range(2):
+            words = words_of(ranks, own.choice([0, 12]), n_rows, key=(seed, key, i))
+            words = None if own.random() < 0.4 else words
+            factor = own.choice([0, 0, 0, 2 + ranks.rank])
+            if words is not None or factor:
+                touched.add(i)
+            uses.append((words, factor))
+        return uses
+
+    for step in range(12):
+        way = own.choice(["nothing", "to None", "to None", "to zero"])
+        if way != "nothing":
+            both.zero(set_to_none=way == "to None")
+        for micro in range(same.choice([0, 0, 1, 2])):
+            uses = draw((step, micro))
+            both.local(uses)
+        uses = draw(step)
+        plain(uses).backward()
+        both.ours(uses).backward()
+        grads = [p.grad for p in plain.tables()]
+        mine = [
+            (g is None or g.is_sparse, g if g is None else g.to_dense()) for g in grads
+        ]
+        rows = ranks.all((touched, mine))
+        for i in set().union(*(row[0] for row in rows)):
+            # A rank that has not used an undeclared table says nothing of its layout.
+            users = [row[1][i] for row in rows if i == 0 or i in row[0]]
+            is_sparse = all(user[0] for user in users)
+            mean = mean_over([row[1][i][1] for row in rows])
+            dims = 1 + (i == 1 and seed % 2)
+            plain.tables()[i].grad = mean.to_sparse(dims) if is_sparse else mean
+        touched.clear()
+        for i, (p, q) in enumerate(zip(ours.tables(), plain.tables(), strict=True)):
+            what = f"table {i}, step {step}"
+            assert (p.grad is None) == (q.grad is None), what
+            if q.grad is not None:
+                assert p.grad.layout == q.grad.layout, what
+                if q.grad.is_sparse:
+                    assert p.grad.sparse_dim() == q.grad.sparse_dim(), what
+                assert_equal(p.grad.to_dense(), q.grad.to_dense(), what)
+
+
+def test_a_gradient_that_is_sparse_in_every_element_is_averaged_by_rows(ranks):
+    both = ByHand(ranks, Words())
+    both.ours.module.table.weight.register_hook(by_elements)
+    both.step(words_of(ranks))
+
+
+# ---- left out, and dense -----------------------------------------------------------
+
+
+class Optional(Words):
+    """Does not use the embedding if there are no words."""
+
+    def forward(self, words):
+        if len(words) == 0:
+            return self.out(torch.ones(2, self.out.in_features))
+        return super().forward(words)
+
+
+def test_a_sparse_embedding_that_no_rank_used_keeps_its_gradient(ranks):
+    ours = ranks.wrap(Optional())
+    nothing = torch.empty(0, dtype=torch.int64)
+    ours(nothing).sum().backward()
+    assert ours.module.table.weight.grad is None
+    ours(words_of(ranks)).sum().backward()
+    kept = ours.module.table.weight.grad
+    values = kept.to_dense().clone()
+    ours(nothing).sum().backward()
+    assert ours.module.table.weight.grad is kept
+    assert_equal(kept.to_dense(), values, "the gradient")
+
+
+def test_rows_that_accumulated_and_were_reset_do_not_count_as_used(ranks):
+    model = ranks.wrap(Optional())
+    with model.no_sync():
+        model(words_of(ranks)).sum().backward()
+    model.zero_grad()
+    model(words_of(ranks)[:0]).sum().backward()
+    assert model.module.table.weight.grad is None
+
+
+def test_dense_means_go_where_the_dense_gradient_was(ranks):
+    """They also accumulate there, in a layout of the user's choice too."""
+    both = ByHand(ranks, nn.Embedding(8, 4, sparse=True))
+    for module in (both.plain, both.ours.module):
+        module.weight.grad = torch.zeros(4, 8).t()
+    mine = both.ours.module.weight.grad
+    for step in range(3):
+        means = both.step(words_of(ranks, n_rows=8, key=step), layouts={})
+        assert both.ours.module.weight.grad is mine
+        both.plain.weight.grad = means["weight"]
+
+
+class Tied(nn.Module):
+    """The output layer shares the embedding's weight, as in language models."""
+
+    def __init__(self, n_rows):
+        super().__init__()
+        self.table = nn.Embedding(n_rows, 6, sparse=True)
+        self.out = nn.Linear(6, n_rows, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, words):
+        return self.out(self.table(words))
+
+
+@on_ranks(n_rows=[20, 3000])
+def test_a_weight_tied_to_an_output_layer_is_averaged(ranks, n_rows):
+    both = ByHand(ranks, integer_weights(Tied(n_rows)))
+    for step in range(3):
+        both.zero()
+        both.step(words_of(ranks, key=step), layouts={})
 
 
 # ---- construction, copies, changes --------------------------------------------------

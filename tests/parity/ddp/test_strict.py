@@ -381,10 +381,11 @@ PROGRAMS = {
 }
 
 
-@on_ranks(what=[*PROGRAMS], group=["all ranks", "each rank alone"])
-def test_a_program_is_refused_where_torch_refuses_it(ranks, what, group):
-    if group == "each rank alone":
+@on_ranks(what=[*PROGRAMS, "heads apart, alone", "frozen, alone", "no_sync, alone"])
+def test_a_program_is_refused_where_torch_refuses_it(ranks, what):
+    if what.endswith(", alone"):
         ranks.group = ranks.alone()
+        what = what.removesuffix(", alone")
     program, kind, given, options = PROGRAMS[what]
     at, words = refusal(program, ranks.wrap(kind(*given), strict=True, **options))
     torchs_at, torchs = refusal(program, ranks.wrap_by_torch(kind(*given), **options))

@@ -326,28 +326,6 @@ def beside_another_module(base):
     return Shape
 
 
-def round_each_part(base):
-    """Skips the constructor, like the wrapper of mmengine for GANs."""
-
-    class Shape(base):
-        def __init__(self, module, **options):
-            super(base, self).__init__()
-            self.module = module
-            for name, part in module.named_children():
-                if next(part.parameters(), None) is not None:
-                    module._modules[name] = base(part, **options)
-
-        def forward(self, x):
-            return self.module(x)
-
-        def train(self, mode=True):
-            self.training = mode
-            self.module.train(mode)
-            return self
-
-    return Shape
-
-
 def with_positions(base):
     class Shape(base):
         def __init__(self, module, device_ids=None, output_device=None, dim=0, **named):
@@ -381,24 +359,12 @@ def with_the_state_of_its_module(base):
     return Shape
 
 
-def with_a_step(base):
-    class Shape(base):
-        def train_step(self, *inputs, **kwargs):
-            return self.forward(*inputs, **kwargs)
-
-        def __call__(self, x):
-            return self.train_step(x)
-
-    return Shape
-
-
+# For others see ../../clients/test_wrapper_libraries.py: mmengine's.
 SHAPES = [
     beside_another_module,
-    round_each_part,
     with_positions,
     with_the_names_of_its_module_first,
     with_the_state_of_its_module,
-    with_a_step,
 ]
 
 

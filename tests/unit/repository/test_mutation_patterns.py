@@ -90,6 +90,7 @@ def test_a_source_with_its_mutants_is_what_it_was_with_pieces_put_in(mutants, su
             }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_the_compiler_takes_every_source_with_its_mutants(mutants, tmp_path):
     folders = [ROOT, ROOT / "csrc", sysconfig.get_paths()["include"], np.get_include()]
