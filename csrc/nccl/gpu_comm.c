@@ -14,6 +14,13 @@
  *
  * To report a failure while ranks are inside NCCL, a rank aborts the base, which every
  * rank polls.
+ *
+ * A world fails permanently.  Its communicator is aborted, so that no kernel spins on
+ * the device.  But the host is ahead of the device: the device may still run a step
+ * that every rank has finished, and whose means the user's optimizer is about to use.
+ * All devices have those operations in their queues, so the abort first waits for them,
+ * for a limited time.  If one does not finish, the ranks may hold different parameters:
+ * gpu_check_means() tells the caller, so that no new world goes on with these.
  */
 #include "gpu_comm.h"
 
@@ -23,12 +30,15 @@
 
 #include "backend/cuda.h"
 #include "core/alloc.h"
+#include "core/backoff.h"
 #include "core/clock.h"
 #include "core/hash.h"
 #include "gpu_comm_state.h"
 
 enum {
     SLICE_MS = 100,
+    DRAIN_MS = 10000,   /* for each operation of finished steps, after a failure */
+    GONE_MS = 2000,     /* for the part that a gone rank has done */
     HEARSAY_MS = 200,   /* for the base to see what NCCL reports; at most ... */
     HEARSAY_PART = 100, /* ... deadline / 100 */
     FLUSH_MS = 500      /* destroy waits while NCCL flushes */
@@ -148,7 +158,8 @@ done:
     return own != PL_OK ? pli_fail(own, "%s", own_message) : st;
 }
 
-pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st)
+/* Returns another rank's failure, which explains more than `st`; PL_OK if none. */
+static pl_status query_base(const pli_gpu_comm *self, pl_status st)
 {
     /* NCCL may report a peer's end shortly before this process can see it. */
     const int is_of_network = st == PL_ESYS || st == PL_EPEER;
@@ -174,7 +185,7 @@ static pl_status agree_on(pli_gpu_comm *self, pl_status st)
     char message[PLI_GPU_MESSAGE_BYTES];
     if (st != PL_OK && !pli_comm_is_group_comm(self->super.base)) {
         pli_text_print(message, sizeof message, "%s", pl_error_message());
-        const pl_status theirs = pli_gpu_comm_query_base(self, st);
+        const pl_status theirs = query_base(self, st);
         if (theirs == PL_OK) {
             pl_comm_abort(self->super.base, message);
             (void)pli_fail(st, "%s", message);
@@ -183,6 +194,214 @@ static pl_status agree_on(pli_gpu_comm *self, pl_status st)
         }
     }
     return pli_gpu_comm_agree(self, st);
+}
+
+/* ---- failing -------------------------------------------------------------------- */
+
+/* Every rank has done the base's latest operation: the step is over. */
+static void note_agreed_locked(pli_gpu_comm *self)
+{
+    if (self->n_at_ticket <= self->n_agreed)
+        return;
+    /* A failure at the same moment may have cut it short. */
+    if (atomic_load(&self->phase) == PLI_GPU_FAILED)
+        self->is_lost = 1;
+    else
+        self->n_agreed = self->n_at_ticket;
+}
+
+/* PL_OK, or the world's failure. */
+static pl_status check_world(pli_gpu_comm *self)
+{
+    pl_status st = PL_OK;
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING)
+        return PL_OK;
+    (void)pthread_mutex_lock(&self->lock);
+    if (self->failure != PL_OK)
+        st = pli_fail(self->failure, "%s", self->message);
+    (void)pthread_mutex_unlock(&self->lock);
+    if (st == PL_OK)
+        st = pl_comm_progress(self->super.base);
+    if (st == PL_OK)
+        st = pli_fail(PL_EPEER, "rank %d: the step was aborted", self->super.rank);
+    return st;
+}
+
+/* PL_OK, or the reason why means of operations issued so far will never arrive. */
+static pl_status check_issued(pli_gpu_comm *self)
+{
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING)
+        return PL_OK;
+    (void)pthread_mutex_lock(&self->lock);
+    const int is_there = !self->is_lost && self->inflight.n_recorded <= self->n_agreed;
+    (void)pthread_mutex_unlock(&self->lock);
+    return is_there ? PL_OK : check_world(self);
+}
+
+static pl_status gpu_check_means(pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    (void)pthread_mutex_lock(&self->lock);
+    const int is_lost = self->is_lost;
+    (void)pthread_mutex_unlock(&self->lock);
+    if (is_lost) {
+        char cause[PLI_GPU_MESSAGE_BYTES];
+        (void)!check_world(self);
+        pli_text_print(cause, sizeof cause, "%s", pl_error_message());
+        st = pli_fail(PL_EPEER,
+                      "rank %d: means of a finished step were lost on the device, so "
+                      "the ranks may differ: start again from what was saved (%s)",
+                      comm->rank, cause);
+        pli_base_set_failure_message(comm, pl_error_message());
+        pli_base_leave(comm);
+    }
+    return st;
+}
+
+static pl_status fail_late(const pli_gpu_comm *self, const pli_inflight_op *inflight)
+{
+    const pl_op *op = &inflight->op;
+    return pli_fail(PL_ETIMEOUT,
+                    "rank %d: the %s of %zu %s at byte %zu of device memory (operation "
+                    "%llu, step %llu) has not finished on the device within the "
+                    "deadline",
+                    self->super.rank, pli_op_kind_text(op->kind), op->n_elems,
+                    pl_dtype_text(op->dtype), op->offset_bytes - self->super.host_bytes,
+                    (unsigned long long)inflight->n,
+                    (unsigned long long)inflight->step);
+}
+
+/* Waits for the operations of finished steps, most_ns for each, or gone_ns once a rank
+ * is gone; a failure if one does not finish. */
+static pl_status drain(pli_gpu_comm *self, int64_t most_ns, int64_t gone_ns)
+{
+    pl_status st = PL_OK;
+    int is_gone = 0;
+    const uint64_t n_agreed = self->n_agreed;
+    uint64_t n_awaited = 0;
+    pli_backoff waiting = {0};
+    pli_inflight_op oldest = {.n = 0};
+    for (;;) {
+        PL_TRY(pli_inflight_oldest(&self->inflight, &oldest));
+        if (oldest.n == 0 || oldest.n > n_agreed)
+            goto done;
+        /* Start the limit anew for each operation: a busy device may have many left. */
+        if (oldest.n != n_awaited)
+            waiting = pli_backoff_begin(is_gone ? gone_ns : most_ns, NULL, NULL);
+        n_awaited = oldest.n;
+        /* A group comm reports failed steps, but not ranks that are gone. */
+        if (!is_gone && !pli_comm_is_group_comm(self->super.base) &&
+            pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK) {
+            is_gone = 1;
+            waiting = pli_backoff_begin(gone_ns, NULL, NULL);
+        }
+        PL_TRY(check_world(self)); /* the watchdog may have failed the world */
+        if (pli_backoff_pause(&waiting, "a step that is over") == PL_OK)
+            continue;
+        if (is_gone)
+            PL_TRY(pli_base_query(&self->super, PLI_QUERY_WORLD));
+        PL_TRY(fail_late(self, &oldest));
+    }
+done:
+    return st;
+}
+
+/* `message`: NULL if the base has failed already, and has the reason. */
+static void fail_locked(pli_gpu_comm *self, pl_status st, const char *message)
+{
+    self->failure = message != NULL ? st : PL_OK;
+    (void)snprintf(self->message, sizeof self->message, "%s",
+                   message != NULL ? message : "");
+    if (message != NULL && !pli_comm_is_group_comm(self->super.base))
+        pl_comm_abort(self->super.base, self->message);
+    if (pli_base_is_done(&self->super, self->base_ticket))
+        note_agreed_locked(self);
+    self->is_lost = self->is_lost || drain(self, DRAIN_MS * PLI_MS, 0) != PL_OK;
+    pli_nccl_abort(self->nccl);
+    atomic_store(&self->phase, PLI_GPU_FAILED);
+}
+
+/* Fails the world, unless it has failed: here at once, and through the base on the
+ * other ranks.  Any thread may call.  `st` comes with this thread's error message;
+ * PL_OK: the base has failed already and has the reason. */
+static void fail_world(pli_gpu_comm *self, pl_status st)
+{
+    char message[PLI_GPU_MESSAGE_BYTES];
+    int is_first = 0;
+    pli_text_print(message, sizeof message, "%s", pl_error_message());
+    (void)pthread_mutex_lock(&self->lock);
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING) {
+        if (st != PL_OK && query_base(self, st) != PL_OK)
+            st = PL_OK;
+        fail_locked(self, st, st != PL_OK ? message : NULL);
+        is_first = st != PL_OK;
+    }
+    (void)pthread_mutex_unlock(&self->lock);
+    /* A group comm's callbacks may take locks of the caller. */
+    if (is_first && pli_comm_is_group_comm(self->super.base))
+        pl_comm_abort(self->super.base, message);
+    (void)pli_fail(st, "%s", message);
+}
+
+/* If the base has failed with `st`: fails the world here too, returns why. */
+static pl_status after_base(pli_gpu_comm *self, pl_status st)
+{
+    if (st == PL_OK || st == PL_EAGAIN || st == PL_EINVAL || st == PL_ESTATE)
+        return st;
+    fail_world(self, PL_OK);
+    return check_world(self);
+}
+
+/* ---- the watchdog's check ------------------------------------------------------- */
+
+/* This device may wait for a rank that is gone, and the host may do nothing with other
+ * ranks in the meantime.  Once GONE_MS have passed since that rank left, this
+ * device has done all to which the rank contributed.  Replays of a graph are not
+ * tracked, so one may be waiting. */
+static pl_status check_gone(pli_gpu_comm *self, int is_waiting)
+{
+    if ((!is_waiting && !atomic_load(&self->is_captured)) ||
+        pli_base_query(&self->super, PLI_QUERY_GONE) == PL_OK)
+        self->gone = (pli_stopwatch){0};
+    else if (pli_elapsed_ns(&self->gone) > GONE_MS * PLI_MS)
+        return pli_base_query(&self->super, PLI_QUERY_WORLD);
+    return PL_OK;
+}
+
+static pl_status check_device(pli_gpu_comm *self, int *is_base)
+{
+    pl_status st = PL_OK;
+    pli_inflight_op oldest = {.n = 0};
+    *is_base = 1;
+    PL_TRY(pli_base_query(&self->super, PLI_QUERY_STEP));
+    *is_base = 0;
+    if (self->nccl != NULL && !self->is_given_up)
+        PL_TRY(pli_nccl_check(self->nccl));
+    PL_TRY(pli_inflight_oldest(&self->inflight, &oldest));
+    *is_base = 1;
+    PL_TRY(check_gone(self, oldest.n != 0));
+    *is_base = 0;
+    /* If the host waits for the same rank, it can name that rank, so it fails first. */
+    if (oldest.n == 0 || oldest.age_ns <= self->deadline_ns + self->deadline_ns / 4)
+        goto done;
+    self->is_lost |= oldest.n <= self->n_agreed;
+    st = fail_late(self, &oldest);
+done:
+    return st;
+}
+
+void pli_gpu_comm_watch(void *context)
+{
+    pli_gpu_comm *self = context;
+    int is_base = 0;
+    (void)pthread_mutex_lock(&self->lock);
+    pl_status st = PL_OK;
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING)
+        st = check_device(self, &is_base);
+    (void)pthread_mutex_unlock(&self->lock);
+    if (st != PL_OK)
+        fail_world(self, is_base ? PL_OK : st);
 }
 
 /* ---- operations ----------------------------------------------------------------- */
@@ -222,7 +441,7 @@ static pl_status issue_on_host(pli_gpu_comm *self, const pl_op *op, pl_ticket *o
                 n_bytes, op->offset_bytes);
     /* The base compares the marks, and so the device operations, which NCCL cannot. */
     marked.mark = (unsigned)self->hash;
-    PL_TRY(pli_gpu_comm_after(self, issue_on_base(self, &marked, out)));
+    PL_TRY(after_base(self, issue_on_base(self, &marked, out)));
 done:
     return st;
 }
@@ -281,7 +500,7 @@ static pl_status gpu_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
 {
     pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
-    PL_TRY(pli_gpu_comm_check(self));
+    PL_TRY(check_world(self));
     if (is_of_host(self, op)) {
         PL_TRY(issue_on_host(self, op, out));
         goto done;
@@ -289,8 +508,8 @@ static pl_status gpu_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
     PL_TRY(pli_nccl_can(op));
     st = enqueue(self, op, order);
     if (st != PL_OK) {
-        pli_gpu_comm_fail(self, st);
-        PL_TRY(pli_gpu_comm_check(self));
+        fail_world(self, st);
+        PL_TRY(check_world(self));
     }
     self->hash = pli_hash_with(self->hash, pli_op_hash(op));
     *out = self->base_ticket;
@@ -303,16 +522,15 @@ done:
 static pl_status gpu_progress(pl_comm *comm)
 {
     pli_gpu_comm *self = gpu_comm_of(comm);
-    const pl_status st = pli_gpu_comm_check(self);
-    return st != PL_OK ? st : pli_gpu_comm_after(self, pl_comm_progress(comm->base));
+    const pl_status st = check_world(self);
+    return st != PL_OK ? st : after_base(self, pl_comm_progress(comm->base));
 }
 
 static pl_status gpu_check_peers(pl_comm *comm)
 {
     pli_gpu_comm *self = gpu_comm_of(comm);
-    const pl_status st = pli_gpu_comm_check(self);
-    return st != PL_OK ? st
-                       : pli_gpu_comm_after(self, pli_comm_check_peers(comm->base));
+    const pl_status st = check_world(self);
+    return st != PL_OK ? st : after_base(self, pli_comm_check_peers(comm->base));
 }
 
 /* If every rank has done its part of the step's host operations, the step is over on
@@ -321,10 +539,10 @@ static pl_status gpu_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 {
     pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
-    PL_TRY(pli_gpu_comm_after(self, pl_comm_wait(self->super.base, ticket, slice_ns)));
+    PL_TRY(after_base(self, pl_comm_wait(self->super.base, ticket, slice_ns)));
     (void)pthread_mutex_lock(&self->lock);
     if (ticket == self->base_ticket) {
-        pli_gpu_comm_agreed_locked(self);
+        note_agreed_locked(self);
         self->capture = PLI_GPU_CAPTURE_VARIES; /* the step is over */
     }
     (void)pthread_mutex_unlock(&self->lock);
@@ -337,7 +555,7 @@ static pl_status gpu_order(pl_comm *comm, pl_stream *stream)
     pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
     int is_captured = 0;
-    PL_TRY(pli_gpu_comm_check_issued(self));
+    PL_TRY(check_issued(self));
     pli_pool_add_reader(self->pool, stream);
     if (self->last == NULL)
         goto done;
@@ -370,7 +588,7 @@ static void gpu_abort(pl_comm *comm, const char *message)
     if (self->owner_pid != getpid())
         return;
     pl_comm_abort(self->super.base, message);
-    pli_gpu_comm_fail(self, PL_OK);
+    fail_world(self, PL_OK);
 }
 
 static void gpu_record_activity(pl_comm *comm, pl_activity activity, uint64_t step)
@@ -398,7 +616,7 @@ static pl_status gpu_renew(pl_comm *comm)
     pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
     pli_block *fresh = NULL;
-    PL_TRY(pli_gpu_comm_check(self));
+    PL_TRY(check_world(self));
     PL_TRY(pli_pool_take(self->pool, &fresh));
     if (self->is_registered && fresh->handle == NULL) {
         fresh->handle = pli_nccl_register(self->nccl, &fresh->memory);
@@ -424,10 +642,10 @@ static pl_status gpu_prepare(pl_comm *comm, const pli_reduced_range *range,
     pli_gpu_comm *self = gpu_comm_of(comm);
     if (comm->world_size == 1)
         goto done;
-    PL_TRY(pli_gpu_comm_check(self));
+    PL_TRY(check_world(self));
     st = agree_on(self, pli_gpu_comm_try_means(self, range, order->ready));
     if (st != PL_OK)
-        pli_gpu_comm_fail(self, PL_OK);
+        fail_world(self, PL_OK);
 done:
     return st;
 }
@@ -505,7 +723,7 @@ static void end_well(pli_gpu_comm *self)
     pli_inflight_op oldest = {.n = 0};
     if (atomic_load(&self->phase) != PLI_GPU_RUNNING)
         return;
-    if (pli_gpu_comm_drain(self, self->deadline_ns, PLI_GPU_GONE_MS * PLI_MS) !=
+    if (drain(self, self->deadline_ns, GONE_MS * PLI_MS) !=
         PL_OK) { /* means of a finished step are lost */
         char message[PLI_GPU_MESSAGE_BYTES];
         pli_text_print(message, sizeof message, "%s", pl_error_message());
@@ -576,7 +794,7 @@ static const pl_comm_ops gpu_ops = {
 static const pli_device_ops gpu_device_ops = {
     .order = gpu_order,
     .follow = gpu_follow,
-    .check_means = pli_gpu_comm_check_means,
+    .check_means = gpu_check_means,
     .retain_memory = gpu_retain_memory,
     .renew = gpu_renew,
     .prepare = gpu_prepare,

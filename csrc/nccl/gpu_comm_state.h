@@ -10,10 +10,7 @@
 #include "gpu_inflight.h"
 #include "gpu_memory.h"
 
-enum {
-    PLI_GPU_MESSAGE_BYTES = 768,
-    PLI_GPU_GONE_MS = 2000 /* for the part that a gone rank has done */
-};
+enum { PLI_GPU_MESSAGE_BYTES = 768 };
 
 typedef enum pli_gpu_comm_phase { PLI_GPU_RUNNING, PLI_GPU_FAILED } pli_gpu_comm_phase;
 
@@ -74,11 +71,11 @@ typedef struct pli_gpu_comm {
  * the first failure of another rank, with its message. */
 pl_status pli_gpu_comm_agree(pli_gpu_comm *self, pl_status own) PL_MUST_USE;
 
-/* Returns another rank's failure, which explains more than `st`; PL_OK if none. */
-pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st) PL_MUST_USE;
-
 /* A poll for waits outside the base: signals and peers.  context: a pli_gpu_comm. */
 pl_status pli_gpu_comm_poll_base(void *context) PL_MUST_USE;
+
+/* The watchdog's check.  context: a pli_gpu_comm. */
+void pli_gpu_comm_watch(void *context);
 
 /* ---- gpu_comm_trial.c ----------------------------------------------------------- */
 
@@ -88,35 +85,5 @@ pl_status pli_gpu_comm_try(pli_gpu_comm *self) PL_MUST_USE;
 /* Tries means in the range, after the event `ready`. */
 pl_status pli_gpu_comm_try_means(pli_gpu_comm *self, const pli_reduced_range *range,
                                  pl_event *ready) PL_MUST_USE;
-
-/* ---- gpu_comm_fail.c ------------------------------------------------------------ */
-
-/* Fails the world, unless it has failed: here at once, and through the base on the
- * other ranks.  Any thread may call.  `st` comes with this thread's error message;
- * PL_OK: the base has failed already and has the reason. */
-void pli_gpu_comm_fail(pli_gpu_comm *self, pl_status st);
-
-/* Every rank has done the base's latest operation: the step is over. */
-void pli_gpu_comm_agreed_locked(pli_gpu_comm *self);
-
-/* PL_OK, or the reason why means of operations issued so far will never arrive. */
-pl_status pli_gpu_comm_check_issued(pli_gpu_comm *self) PL_MUST_USE;
-
-/* As in pli_device_ops. */
-pl_status pli_gpu_comm_check_means(pl_comm *comm) PL_MUST_USE;
-
-/* Waits for the operations of finished steps, most_ns for each, or gone_ns once a rank
- * is gone; a failure if one does not finish. */
-pl_status pli_gpu_comm_drain(pli_gpu_comm *self, int64_t most_ns,
-                             int64_t gone_ns) PL_MUST_USE;
-
-/* PL_OK, or the world's failure. */
-pl_status pli_gpu_comm_check(pli_gpu_comm *self) PL_MUST_USE;
-
-/* If the base has failed with `st`: fails the world here too, returns why. */
-pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
-
-/* The watchdog's check. */
-void pli_gpu_comm_watch(void *context);
 
 #endif

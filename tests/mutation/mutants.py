@@ -89,7 +89,7 @@ HOLDING = {
     "keep": "0",
     "keep_late": "0",
     "keep_until_copied": "0",
-    "pli_gpu_comm_drain": "1",
+    "drain": "1",
 }
 
 # An argument that names a stream.
