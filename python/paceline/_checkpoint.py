@@ -56,8 +56,10 @@ def _prefixes(state: Any) -> list[str]:
 def _bare_keys(state: Any) -> Any:
     """Return a state dict without its prefix, by the file's record or by the keys."""
     # Without a record: the module may have a child called `module`, so each one once.
-    once = [p for p in _prefixes(state) if max(map(p.count, _PARTS)) < 2]
-    return strip(state, getattr(state, _RECORD, once[-1]))
+    fits = _prefixes(state)
+    once = [p for p in fits if max(map(p.count, _PARTS)) < 2]
+    record = getattr(state, _RECORD, None)  # other keys may have been set since
+    return strip(state, record if record in fits else once[-1])
 
 
 def strip(state: Any, prefix: str) -> Any:
@@ -67,6 +69,7 @@ def strip(state: Any, prefix: str) -> Any:
     stripped = OrderedDict(
         (key.removeprefix(prefix), value) for key, value in state.items()
     )
+    setattr(stripped, _RECORD, "")
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         # "" is the wrapper's entry; the entry of the wrapped module replaces it.
@@ -126,7 +129,8 @@ class LoadsEither(torch.nn.Module, Generic[Wrapped]):
 def _keys_for(bare: torch.nn.Module, state: Any) -> Any:
     """Return a state dict with the keys that a bare model loads."""
     fits, own = _prefixes(state), set(bare.state_dict())
-    counts = {len(own.intersection(strip(state, p))): p for p in fits if fits[1:]}
+    fits = fits[::-1] if fits[1:] else []  # of those that fit alike, the shortest
+    counts = {len(own.intersection(strip(state, p))): p for p in fits}
     return strip(state, counts[max(counts)] if counts else "")
 
 

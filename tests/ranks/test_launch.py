@@ -395,7 +395,24 @@ class OnlyThere:
         return dist.get_world_size, ()
 
 
+class EndsThere:
+    def __reduce__(self):
+        return sys.exit, ()
+
+
+def with_a_variable_without_a_value():
+    lock = threading.Lock()
+
+    def inner():
+        return later, lock
+
+    return inner
+    later = 1
+
+
 LOST = {
+    "an end": (EndsThere, r"what fn returned \(of type EndsThere\)"),
+    "no value": (with_a_variable_without_a_value, r"what fn returned \(of type func"),
     "a lock": (threading.Lock, r"what fn returned \(of type lock\).*cannot pickle"),
     "a lock within": (
         lambda: {"a": [1, threading.Lock()]},

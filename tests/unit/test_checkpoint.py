@@ -8,6 +8,7 @@ import paceline
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 
 class Net(nn.Module):
@@ -99,6 +100,31 @@ def test_files_without_a_record_load_by_their_keys(path, part, prefix):
     assert_same(other, model)
     if part == "inner":
         assert list(paceline.load(path)) == list(model.state_dict())
+
+
+def test_a_record_that_is_no_longer_true_is_ignored(alone, path):
+    paceline.save(wrapped(nn.ModuleDict({"module": Net(), "head": Net()})), path)
+    state = torch.load(path)
+    consume_prefix_in_state_dict_if_present(state, "module.")
+    torch.save(state, path)
+    assert list(paceline.load(path)) == list(state)
+
+
+def test_what_was_loaded_may_be_saved_and_loaded_again(alone, path):
+    model = Net("module")
+    paceline.save(wrapped(model), path)
+    for _ in range(2):
+        paceline.save(paceline.load(path), path)
+    assert list(paceline.load(path)) == list(model.state_dict())
+
+
+def test_a_partial_file_leaves_other_parameters_alone(path):
+    model = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(1, 1)})})
+    model["module"].weight = nn.Parameter(torch.zeros(1, 1))
+    torch.save({"module.module.weight": torch.full((1, 1), 9.0)}, path)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        paceline.load(path, model)
+    assert model["module"].weight.item() == 0
 
 
 @PREFIX

@@ -11,6 +11,7 @@ import paceline
 import pytest
 import torch
 from paceline.data import BatchSampler
+from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 DRAWN = [range(60), pytest.param(range(60, 460), marks=pytest.mark.long)]
@@ -268,6 +269,11 @@ def test_batches_are_not_taken_for_rows():
         loader = DataLoader(range(8), sampler=BatchSampler(range(8), 2), **options)
         with pytest.raises(TypeError, match=r"DataLoader\(batch_sampler=sampler\)"):
             list(loader)
+
+
+def test_batches_may_be_grouped_to_accumulate_gradients():
+    groups = list(TorchBatchSampler(BatchSampler(range(8), 2, shuffle=False), 2, False))
+    assert groups == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_rows_are_dealt_under_another_default_device():

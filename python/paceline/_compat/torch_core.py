@@ -27,6 +27,7 @@ MINIMUM = (2, 4)
 
 FUTURES = (torch.futures.Future, torch._C.Future)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+NORMS: Any = torch.nn.modules.batchnorm._NormBase  # of batches and of instances
 PLAIN_COPY = torch.nn.Module._replicate_for_data_parallel
 RNN_COPY = torch.nn.RNNBase._replicate_for_data_parallel
 
@@ -459,9 +460,10 @@ def read_by_loader(
             raise ValueError("this sampler counts batches in order: set in_order=True")
         n_each = getattr(owner, "_prefetch_factor", None) or 0
         return n_each * owner._num_workers, vars(owner)
-    if type(owner) is BatchSampler:  # torch's: it would take our batches for rows
+    found = read_by_loader(frame.f_back, depth - 1) if frame and depth else (0, {})
+    if found[1] and type(owner) is BatchSampler:  # torch's: it takes batches for rows
         raise TypeError("this sampler gives batches: DataLoader(batch_sampler=sampler)")
-    return read_by_loader(frame.f_back, depth - 1) if frame and depth else (0, {})
+    return found
 
 
 def skip_frames(*functions: Any) -> None:

@@ -36,10 +36,6 @@ WRAP_ONCE = (
 
 
 _ANY = object()  # stands for any buffer
-_NORM_FORWARDS = (
-    torch.nn.BatchNorm1d.forward,
-    torch.nn.InstanceNorm1d.forward,
-)
 
 Description = list[tuple[str, str, str]]
 """The kind, name and text of each tensor."""
@@ -89,7 +85,7 @@ class Model:
                 for name, p in torch_groups.dtensor_parameters(part)
             ]
             held = _as_dict(part._buffers)
-            if type(part).forward in _NORM_FORWARDS and "running_mean" in held:
+            if isinstance(part, torch_core.NORMS) and "running_mean" in held:
                 norms.append(part)
             for name, buffer in held.items():
                 places.setdefault(id(buffer), (held, name))
@@ -147,7 +143,7 @@ class Model:
             for part in self.norms
             if part.training
             for name in ("running_mean", "running_var")
-            if (buffer := part._buffers[name]) is not None
+            if (buffer := part._buffers.get(name)) is not None
         ]
 
     def without(self, *, frozen: bool, buffers: bool) -> Model:
@@ -337,10 +333,12 @@ def has_nothing_to_train(module: torch.nn.Module) -> bool:
 def is_stateless_call(module: torch.nn.Module) -> bool:
     """Tell whether ``functional_call`` has swapped the parameters for one call.
 
-    If it swapped in parameters, too, nothing tells them from a change of the model.
+    A backward of ``mixed_precision`` swaps in copies, which are no leaves.  If a call
+    swapped in parameters, too, nothing tells them from a change of the model.
     """
     return torch_graph.is_functional_call(module) or any(
-        value is not None and not isinstance(value, torch.nn.Parameter)
+        value is not None
+        and not (isinstance(value, torch.nn.Parameter) and value.is_leaf)
         for part in module.modules()
         for value in part._parameters.values()
     )

@@ -11,6 +11,7 @@ import io
 import operator
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from paceline import _cloudpickle
 from paceline._compat import torch_core
 from paceline._launch.messages import Result
+
+_DEEPEST = 8  # values, each inside the one before, that a message may name
 
 
 class _Unwrapping:
@@ -87,15 +90,16 @@ def _name_culprit(
             return True
         return False
 
-    while True:
+    for _ in range(_DEEPEST):
         found = next(filter(is_lost, parts), None)
         if found is None:
-            return name
+            break
         name = f"{found[0]} (of type {type(found[1]).__name__})"
         if id(found[1]) in seen:
-            return name
+            break
         seen.add(id(found[1]))
         parts = [(f"{inner}, in {found[0]}", value) for inner, value in _held(found[1])]
+    return name
 
 
 def _held(value: Any) -> Iterator[tuple[str, Any]]:
@@ -103,12 +107,12 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, types.MethodType):
         yield "the object of a method", value.__self__
     elif isinstance(value, types.FunctionType):
-        variables = inspect.getclosurevars(value)
-        for kind, found in (
-            ("global", variables.globals),
-            ("variable", variables.nonlocals),
-        ):
-            yield from ((f"{kind} {name!r}", each) for name, each in found.items())
+        with suppress(ValueError):  # of a variable without a value
+            variables = inspect.getclosurevars(value)
+            for name, each in variables.globals.items():
+                yield f"global {name!r}", each
+            for name, each in variables.nonlocals.items():
+                yield f"variable {name!r}", each
     elif isinstance(value, dict):
         yield from ((f"key {key!r}", each) for key, each in value.items())
     elif isinstance(value, (list, tuple)):

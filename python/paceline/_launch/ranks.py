@@ -56,7 +56,7 @@ class _Report:
     result: Result | None = None
     failure: Failure | None = None
     words: str = ""
-    lost: Exception | None = None  # why the result cannot be used
+    lost: BaseException | None = None  # why the result cannot be used
 
     @property
     def is_consequence(self) -> bool:
@@ -78,7 +78,7 @@ def run(n: int, call: Call) -> list[Any]:
         try:
             if each.result is not None:
                 results[each.rank] = payloads.unpack_result(each.result)
-        except Exception as error:  # any: it is the user's object
+        except (Exception, SystemExit) as error:  # any: it is the user's object
             failed.append(replace(each, lost=error))
     if failed:
         # A rank that failed counts before a result that was lost.

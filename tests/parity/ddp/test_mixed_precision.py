@@ -265,6 +265,25 @@ def test_a_module_in_16_bits_may_be_averaged_in_float32_alone(ranks, dtype, view
                 assert_equal(mine.float(), mean, "a gradient")
 
 
+@on_ranks(reentrant=[True, False])
+def test_a_wrapper_in_a_checkpoint_has_the_same_gradients(ranks, reentrant):
+    """In the recomputation the wrapper's forward finds copies in its module."""
+    found = []
+    for inside in (False, True):
+        torch.manual_seed(5)
+        module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        with mixed(ranks.wrap, module) as model:
+            for step in range(2):
+                model.zero_grad()
+                x = data(ranks, step).requires_grad_()
+                args = {"use_reentrant": reentrant}
+                out = checkpoint(model, x, **args) if inside else model(x)
+                out.float().square().sum().backward()
+        found.append(grads_of(model))
+    for one, other in zip(*found, strict=True):
+        assert_equal(one, other, "a gradient")
+
+
 @on_ranks()
 def test_parameters_are_whole_whenever_the_module_does_not_run(ranks):
     with mixed(ranks.wrap, nn.BatchNorm1d(6)) as model:

@@ -117,6 +117,13 @@ class Counts(nn.Module):
         return y
 
 
+class Activated(nn.BatchNorm1d):
+    """A norm with a forward of its own, as timm's are."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
 def one_loss_of_all(wrappers, x):
     sum(wrapper(x).square().sum() for wrapper in wrappers).backward()
 
@@ -134,7 +141,7 @@ def one_in_evaluation(wrappers, x):
 
 
 @as_torch(
-    part=[nn.BatchNorm1d, nn.InstanceNorm1d, Counts],
+    part=[nn.BatchNorm1d, nn.InstanceNorm1d, Activated, Counts],
     losses=[one_loss_of_all, a_loss_each, one_in_evaluation],
 )
 def test_wrappers_may_share_a_backbone_with_buffers(ranks, wrap, part, losses):
