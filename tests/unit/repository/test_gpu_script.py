@@ -313,7 +313,7 @@ def test_checks_have_names_of_their_own_and_the_first_are_among_them():
     paths = os.pathsep.join(p for p in sys.path if p)
     done = run_python(NAMES, env={**os.environ, "PYTHONPATH": paths})
     names, first = json.loads(done.stdout)
-    assert len(names) == len(set(names)) > 90
+    assert len(names) == len(set(names)) > 60
     assert set(first) <= set(names)
 
 
