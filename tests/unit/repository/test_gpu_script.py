@@ -303,6 +303,7 @@ import json, sys
 sys.path[:0] = [{str(FOLDER)!r}, {str(FOLDER.parent / "bench")!r}]
 import main, parts
 modules = (*parts.GRADIENTS, *parts.REPLICAS, *parts.ON_RANKS["failures"][0])
+modules += "check_programs", "check_rows"
 names = [c.name for c in parts.checks_in(modules)]
 first = f"{{parts.FIRST_ALONE}} {{parts.FIRST_TOGETHER}} {{parts.FIRST_REPLICAS}}"
 print(json.dumps([names, [c.name for c in parts.named(first)]]))
@@ -313,7 +314,7 @@ def test_checks_have_names_of_their_own_and_the_first_are_among_them():
     paths = os.pathsep.join(p for p in sys.path if p)
     done = run_python(NAMES, env={**os.environ, "PYTHONPATH": paths})
     names, first = json.loads(done.stdout)
-    assert len(names) == len(set(names)) > 60
+    assert len(names) == len(set(names)) > 90
     assert set(first) <= set(names)
 
 
