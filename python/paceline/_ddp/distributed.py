@@ -197,7 +197,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
       forwards: then steps are paired by their order, as in torch.
     - Every backward of a synchronised forward is averaged, even with several forwards,
       a retained graph, or a local backward in between.  torch averages only the first
-      backward after the last forward; later ones stay local.
+      backward after the last forward; later ones stay local.  So do ours if outputs are
+      hidden in objects that are no container, dataclass or pytree.
     - ``no_sync()`` also works around ``backward()`` alone.
     - In a backward a large parameter's ``.grad`` is None from the arrival of its
       gradient until the average is there, unless the parameter has hooks of yours (on
