@@ -128,10 +128,13 @@ class LoadsEither(torch.nn.Module, Generic[Wrapped]):
 
 def _keys_for(bare: torch.nn.Module, state: Any) -> Any:
     """Return a state dict with the keys that a bare model loads."""
-    fits, own = _prefixes(state), set(bare.state_dict())
-    fits = fits[::-1] if fits[1:] else []  # of those that fit alike, the shortest
-    counts = {len(own.intersection(strip(state, p))): p for p in fits}
-    return strip(state, counts[max(counts)] if counts else "")
+    fits = _prefixes(state)
+    if fits == [""]:
+        return state
+    own = set(bare.state_dict())
+    # Of prefixes that fit alike, max() returns the first, which is the shortest.
+    best = max(fits, key=lambda p: sum(key.removeprefix(p) in own for key in state))
+    return strip(state, best)
 
 
 def _plain(obj: Any, is_stripped: bool) -> Any:

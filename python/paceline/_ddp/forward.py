@@ -37,7 +37,7 @@ def begin(
     if reducer is None:
         return None
     if has_buffers and session.model.buffers and session.syncs_buffers:
-        _take_buffers(session, reducer)
+        _take_buffers(wrapper, session, reducer)
     session.requested_step = -1
     return ForwardPass(session, reducer)
 
@@ -84,11 +84,16 @@ def _begin_training(
     return reducer
 
 
-def _take_buffers(session: Session, reducer: _native.Reducer) -> None:
+def _take_buffers(
+    wrapper: TorchDDP, session: Session, reducer: _native.Reducer
+) -> None:
     """Take over rank 0's buffers, which torch's class sends before each forward."""
     if not session.join.is_active:
         # The graph of another wrapper, or a retained one, may have saved statistics.
-        with torch_core.versions_kept(session.model.statistics()):
+        # On a GPU this call writes nothing.
+        is_on_cpu = wrapper.device_type == "cpu"
+        written = session.model.statistics() if is_on_cpu else []
+        with torch_core.versions_kept(written):
             reducer.sync_buffers()
     elif not torch_core.is_in_backward():
         reducer.apply_buffers()
