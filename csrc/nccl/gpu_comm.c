@@ -743,13 +743,15 @@ static void end_well(pli_gpu_comm *self)
     }
 }
 
-/* Frees all but the base. */
+/* Frees all but the base.  The pool must outlast the communicator, whose end may take
+ * as long as a graph of the user lives. */
 static void tear_down(pli_gpu_comm *self)
 {
     end_watch(self);
     if (self->is_left)
         return; /* the helper thread may still write to all of it */
-    pli_nccl_destroy(self->nccl);
+    pli_pool_hold(self->pool);
+    pli_nccl_destroy(self->nccl, pli_pool_let_go, self->pool);
     pli_inflight_fini(&self->inflight);
     self->backend->ops->event_destroy(self->backend, self->captured);
     self->backend->ops->event_destroy(self->backend, self->drained);

@@ -15,6 +15,7 @@ struct pli_pool {
     pid_t owner_pid;
     atomic_int n_refs; /* the world's, and each block's */
     int is_closed;
+    atomic_int is_held;                   /* pli_pool_hold() */
     pli_block *blocks;                    /* in use, or spares */
     pli_block *retired;                   /* the world's thread alone */
     pl_stream *readers[PLI_POOL_READERS]; /* the newest first; under the lock */
@@ -231,14 +232,15 @@ static void leave_over(pli_block *blocks)
     (void)pthread_mutex_unlock(&leftovers_lock);
 }
 
-/* Frees the leftovers of one device. */
+/* Frees the leftovers of one device that no communicator holds. */
 static void free_leftovers(const pl_backend *backend, int is_waiting)
 {
     pli_block *list = NULL;
     (void)pthread_mutex_lock(&leftovers_lock);
     for (pli_block **at = &leftovers; *at != NULL;) {
         pli_block *block = *at;
-        if (block->pool->options.backend != backend) {
+        if (block->pool->options.backend != backend ||
+            atomic_load(&block->pool->is_held)) {
             at = &block->next;
             continue;
         }
@@ -247,6 +249,19 @@ static void free_leftovers(const pl_backend *backend, int is_waiting)
     }
     (void)pthread_mutex_unlock(&leftovers_lock);
     leave_over(free_list(list, NULL, is_waiting));
+}
+
+/* Frees blocks of a closed pool, now or later.  Marks them now: streams that read them
+ * may be gone later. */
+static void free_or_leave(pli_block *list, const pl_backend *backend)
+{
+    const message kept = keep_message();
+    for (pli_block *block = list; block != NULL; block = block->next)
+        if (block->n_marks == 0)
+            mark(block);
+    restore_message(&kept);
+    leave_over(list);
+    free_leftovers(backend, 1);
 }
 
 /* ---- references ----------------------------------------------------------------- */
@@ -273,7 +288,7 @@ static void release(pli_memory_ref *ref)
     if (!is_last)
         return;
     block->next = NULL;
-    leave_over(free_list(block, NULL, 1));
+    free_or_leave(block, pool->options.backend);
 }
 
 pli_memory_ref *pli_block_retain(pli_block *block)
@@ -417,6 +432,24 @@ void pli_pool_deregister(pli_pool *pool, pli_nccl *nccl)
     deregister_list(pool->retired, nccl);
 }
 
+void pli_pool_hold(pli_pool *pool)
+{
+    if (pool == NULL)
+        return;
+    atomic_fetch_add(&pool->n_refs, 1);
+    atomic_store(&pool->is_held, 1);
+}
+
+void pli_pool_let_go(void *context)
+{
+    pli_pool *pool = context;
+    if (pool == NULL)
+        return;
+    atomic_store(&pool->is_held, 0);
+    free_leftovers(pool->options.backend, 1);
+    drop(pool);
+}
+
 void pli_pool_close(pli_pool *pool)
 {
     if (pool == NULL)
@@ -429,7 +462,6 @@ void pli_pool_close(pli_pool *pool)
     (void)pthread_mutex_unlock(&pool->lock);
     push_all(&list, pool->retired);
     pool->retired = NULL;
-    leave_over(list);
-    free_leftovers(pool->options.backend, 1);
+    free_or_leave(list, pool->options.backend);
     drop(pool);
 }

@@ -12,8 +12,9 @@
  * freed, and during a capture no thread may wait for the whole device.  So a retired
  * block gets events on the side stream, the default stream, and the streams that last
  * waited for an operation; it is freed once these are done.  If that cannot be known
- * now, because such a stream is being captured or is slow, the block stays in a list,
- * and the next call that allocates, renews or ends a world frees it.
+ * now, because such a stream is being captured or is slow, or because NCCL has not
+ * ended the communicator, the block stays in a list, and the next call that allocates,
+ * renews or ends a world frees it.
  */
 #ifndef PLI_GPU_MEMORY_H
 #define PLI_GPU_MEMORY_H
@@ -68,6 +69,11 @@ int pli_pool_await(pli_pool *pool);
 
 /* Deregisters all blocks: the communicator ends. */
 void pli_pool_deregister(pli_pool *pool, pli_nccl *nccl);
+
+/* Frees none of the memory until pli_pool_let_go(), which any thread may call, also
+ * after the pool was closed.  NULL is allowed. */
+void pli_pool_hold(pli_pool *pool);
+void pli_pool_let_go(void *pool);
 
 /* The world is destroyed.  NULL is allowed. */
 void pli_pool_close(pli_pool *pool);

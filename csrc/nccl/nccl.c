@@ -29,8 +29,11 @@ enum {
 };
 
 struct pli_nccl {
-    const pli_nccl_library *library;
+    pli_nccl_library *library;
     pl_backend *backend;
+    atomic_int n_refs; /* the world's, and each farewell's */
+    void (*then)(void *context);
+    void *context; /* of `then` */
     int rank;
     int world_size;
     int64_t deadline_ns;
@@ -248,12 +251,15 @@ pl_status pli_nccl_create(const pli_nccl_options *options, pli_nccl **out)
                        .world_size = options->world_size,
                        .deadline_ns = options->deadline_ns,
                        .owner_pid = getpid()};
+    pli_nccl_library_retain(self->library);
+    pli_cuda_backend_retain(self->backend);
+    atomic_store(&self->n_refs, 1);
     (void)pthread_mutex_init(&self->lock, NULL); /* cannot fail on Linux */
     PL_TRY(meet_aside(self, options));
     *out = self;
     self = NULL;
 done:
-    pli_nccl_destroy(self);
+    pli_nccl_destroy(self, NULL, NULL);
     return st;
 }
 
@@ -463,17 +469,30 @@ typedef enum farewell_phase {
 typedef struct farewell {
     ending end;
     pli_nccl_comm comm;
-    pl_backend *backend; /* retained by the copy on the heap */
+    pli_nccl *nccl; /* retained by the copy on the heap */
     pli_nccl_result result;
     int is_revocable;
     atomic_int phase;         /* farewell_phase */
     _Atomic int64_t begun_ns; /* set just before the call begins */
 } farewell;
 
+/* NCCL may use the communicator and its memory until the last farewell is over. */
+static void drop(pli_nccl *self)
+{
+    if (atomic_fetch_sub(&self->n_refs, 1) > 1)
+        return;
+    if (self->then != NULL)
+        self->then(self->context);
+    pli_backend_destroy(self->backend);
+    pli_nccl_library_release(self->library);
+    (void)pthread_mutex_destroy(&self->lock);
+    pli_free(self);
+}
+
 static void drop_farewell(void *context)
 {
     farewell *self = context;
-    pli_backend_destroy(self->backend);
+    drop(self->nccl);
     pli_free(self);
 }
 
@@ -482,12 +501,12 @@ static pl_status run_farewell(void *context)
     farewell *self = context;
     pli_cuda_scope scope;
     int ahead = FAREWELL_AHEAD;
-    const int is_inside = pli_cuda_enter(self->backend, &scope) == PL_OK;
+    const int is_inside = pli_cuda_enter(self->nccl->backend, &scope) == PL_OK;
     atomic_store(&self->begun_ns, pli_now_ns());
     if (atomic_compare_exchange_strong(&self->phase, &ahead, FAREWELL_BEGUN))
         self->result = self->end(self->comm);
     if (is_inside)
-        pli_cuda_leave(self->backend, &scope);
+        pli_cuda_leave(self->nccl->backend, &scope);
     return PL_OK;
 }
 
@@ -515,7 +534,7 @@ static int call_for(const farewell *what, int64_t most_ns, pli_nccl_result *out)
     pli_helper *helper = NULL;
     if (pli_calloc(1, sizeof *self, "a communicator's end", &self) == PL_OK) {
         *self = *what;
-        pli_cuda_backend_retain(self->backend);
+        atomic_fetch_add(&self->nccl->n_refs, 1);
     }
     if (self != NULL &&
         pli_helper_start(&(pli_helper_job){.run = run_farewell,
@@ -555,7 +574,7 @@ static void end_comm(pli_nccl *self, ending end, int64_t most_ns)
 {
     pli_nccl_result ignored = PLI_NCCL_SUCCESS;
     const pli_nccl_comm comm = take_comm(self);
-    const farewell what = {.end = end, .comm = comm, .backend = self->backend};
+    const farewell what = {.end = end, .comm = comm, .nccl = self};
     if (comm != NULL)
         (void)call_for(&what, most_ns, &ignored);
 }
@@ -569,12 +588,12 @@ void pli_nccl_abort(pli_nccl *self)
 }
 
 /* Whether NCCL has flushed all data. */
-static int flush(const pli_nccl *self, int64_t most_ns)
+static int flush(pli_nccl *self, int64_t most_ns)
 {
     pli_nccl_result result = PLI_NCCL_SUCCESS;
     const farewell what = {.end = self->library->CommFinalize,
                            .comm = self->comm,
-                           .backend = self->backend,
+                           .nccl = self,
                            .is_revocable = 1};
     return what.comm != NULL && call_for(&what, most_ns, &result) &&
            result == PLI_NCCL_SUCCESS;
@@ -592,12 +611,15 @@ void pli_nccl_finish(pli_nccl *self, int64_t most_ns)
     pli_nccl_abort(self);
 }
 
-void pli_nccl_destroy(pli_nccl *self)
+void pli_nccl_destroy(pli_nccl *self, void (*then)(void *context), void *context)
 {
-    if (self == NULL)
+    if (self == NULL) {
+        if (then != NULL)
+            then(context);
         return;
+    }
+    self->then = then;
+    self->context = context;
     pli_nccl_abort(self);
-    if (self->owner_pid == getpid())
-        (void)pthread_mutex_destroy(&self->lock);
-    pli_free(self);
+    drop(self);
 }

@@ -16,7 +16,7 @@
 typedef struct pli_nccl pli_nccl;
 
 typedef struct pli_nccl_options {
-    pli_nccl_library *library; /* borrowed until destroyed, as is all below */
+    pli_nccl_library *library; /* retained, as is the backend */
     pl_backend *backend;       /* cuda */
     int rank;
     int world_size;
@@ -77,8 +77,10 @@ void pli_nccl_abort(pli_nccl *nccl);
  * communicator instead, in a thread left behind if that takes too long. */
 void pli_nccl_finish(pli_nccl *nccl, int64_t most_ns);
 
-/* Aborts and frees; never waits for other ranks.  No thread may be inside.  NULL is
- * allowed. */
-void pli_nccl_destroy(pli_nccl *nccl);
+/* Aborts and frees; never waits for other ranks.  No thread may be inside.  Once NCCL
+ * uses none of the communicator's memory, calls then(context), perhaps in another
+ * thread after the return; `then` may be NULL.  Without a communicator (NULL) calls it
+ * at once. */
+void pli_nccl_destroy(pli_nccl *nccl, void (*then)(void *context), void *context);
 
 #endif

@@ -174,7 +174,7 @@ static void meet_and_sum(gpu_rank *self)
     pli_nccl_finish(nccl, RANKS_DEADLINE_NS);
     pli_nccl_finish(nccl, RANKS_DEADLINE_NS);
     CHECK(pli_nccl_check(nccl) == PL_EPEER);
-    pli_nccl_destroy(nccl);
+    pli_nccl_destroy(nccl, NULL, NULL);
 }
 
 TEST(ranks_meet_and_add)
@@ -194,7 +194,7 @@ static void leave_in_no_time(gpu_rank *self)
     if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
         return;
     pli_nccl_finish(nccl, 0);
-    pli_nccl_destroy(nccl);
+    pli_nccl_destroy(nccl, NULL, NULL);
 }
 
 /* The thread that flushes may run when the communicator no longer exists. */
@@ -252,7 +252,7 @@ static void give_up_too_late(gpu_rank *self)
     while (!atomic_load(&it->are_made)) /* includes the one made here */
         pli_sleep_ns(100000);
     CHECK(is_last || (st == PL_EPEER && nccl == NULL));
-    pli_nccl_destroy(nccl);
+    pli_nccl_destroy(nccl, NULL, NULL);
 }
 
 TEST(what_has_been_made_for_one_that_gives_up_is_aborted)
@@ -303,7 +303,7 @@ static void enqueue_until_aborted(gpu_rank *self)
     pli_nccl_abort(nccl);
     CHECK_OK(self->backend->ops->synchronize(self->backend, self->stream));
     self->backend->ops->free(self->backend, memory);
-    pli_nccl_destroy(nccl);
+    pli_nccl_destroy(nccl, NULL, NULL);
 }
 
 TEST(an_abort_from_another_thread_ends_all_that_runs)
@@ -349,7 +349,7 @@ static void use_memory(gpu_rank *self)
         fake_fail("cuMemAlloc", 1, 2);
         CHECK(pli_nccl_alloc(library, self->backend, 100, &memory) == PL_ENOMEM);
     }
-    pli_nccl_destroy(nccl);
+    pli_nccl_destroy(nccl, NULL, NULL);
 }
 
 TEST(memory_is_nccls_where_it_has_some)
@@ -380,7 +380,7 @@ static void meet_errors(gpu_rank *self)
         CHECK_SAYS(ncclGetErrorString((ncclResult_t)errors[k].code));
         CHECK_OK(pli_nccl_check(nccl));
     }
-    pli_nccl_destroy(nccl);
+    pli_nccl_destroy(nccl, NULL, NULL);
 }
 
 TEST(errors_are_told_in_nccls_own_words)
@@ -405,7 +405,7 @@ static void meet_early_returns(gpu_rank *self)
         CHECK_FAILS(sum_once(self, nccl), PL_EUNSUPPORTED, "NCCL_COMM_BLOCKING=0");
     }
     CHECK_OK(sum_once(self, nccl));
-    pli_nccl_destroy(nccl);
+    pli_nccl_destroy(nccl, NULL, NULL);
 }
 
 TEST(calls_that_return_before_their_end_are_refused)
