@@ -12,9 +12,9 @@
  *  3. In a join context each forward does as in evaluation: no rank can tell which
  *     others run one.
  *
- * While a forward awaits its backward, whose graph may have saved the buffers, they
- * stay unchanged.  On a GPU a comparison of values would wait for the GPU, so a forward
- * takes over the buffers of the last step.
+ * On a GPU a comparison of values would wait for the GPU, so a forward takes over the
+ * buffers of the last step.  There, and across hosts, forwards after the first of a
+ * step keep theirs.
  */
 #include <string.h>
 
@@ -294,6 +294,18 @@ done:
     return st;
 }
 
+/* Whether the other ranks may be in their backward, because this rank has caught an
+ * exception there or before it.  Only notices tell: without them a second round could
+ * be mistaken for a part of that backward. */
+static int may_be_alone(const pl_step *self)
+{
+    const forward_counts *forwards = &self->forwards;
+    return self->comm->host == NULL &&
+           (forwards->n_unanswered[PL_TRAINS] > 0 ||
+            (forwards->n_raised[PL_TRAINS] > 0 &&
+             self->buffers.sent == BUFFERS_SENT_IN_FORWARD));
+}
+
 pl_status pl_step_sync_buffers(pl_step *self)
 {
     pl_status st = PL_OK;
@@ -303,13 +315,7 @@ pl_status pl_step_sync_buffers(pl_step *self)
     /* The next synchronised forward leaves a failed step behind, but one of no_sync()
      * does not. */
     if (is_on_device(self) || self->buffers.n == 0 ||
-        self->forwards.n_unanswered[PL_TRAINS] > 0 ||
-        pl_reducer_has_failed(self->reducer))
-        goto done;
-    /* If only this rank has raised, the others are in their backward.  Without notices,
-     * a second round would be mistaken for a part of that. */
-    if (self->comm->host == NULL && self->forwards.n_raised[PL_TRAINS] > 0 &&
-        self->buffers.sent == BUFFERS_SENT_IN_FORWARD)
+        pl_reducer_has_failed(self->reducer) || may_be_alone(self))
         goto done;
     PL_TRY(ask_root(self, root, &sends));
     if (sends)

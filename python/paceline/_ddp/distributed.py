@@ -182,9 +182,11 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - Evaluation (``torch.no_grad``) never communicates.  The first after a step uses
       rank 0's buffers from the end of that step's backward.  In the forward that trains
       next, ranks take over rank 0's buffers; in torch each rank keeps its own there.
-    - While a forward awaits its backward, whose graph may have saved buffers, later
-      forwards keep theirs; if no backward comes, this lasts until the next step.
-      In a join context forwards only take over buffers that came with a step.
+    - Each forward that records gradients takes over rank 0's buffers, so if the model
+      has any, all ranks need the same such forwards.  On GPUs, across hosts, or if the
+      group's own collectives carry gradients, a forward keeps its buffers while an
+      earlier one awaits its backward.  In a join context forwards only take over
+      buffers that came with a step.
     - Wrappers may share parts.  A buffer that the graph of another wrapper has saved
       must not change before its backward, which raises autograd's own error; statistics
       of batch and instance norms in training may, since no backward needs them.
@@ -257,7 +259,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - Ctrl-C in a backward that waits for another rank takes effect once that rank
       arrives or the group's timeout ends: until then torch waits for its own thread.
     - Gradients of parameters that are declared sparse travel as dense ones.
-    - Each forward takes over rank 0's buffers as they were at the end of backward.
+    - Forwards take over rank 0's buffers as they were at the end of the last backward.
     """
 
     __module__ = "paceline"
