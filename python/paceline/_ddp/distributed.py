@@ -182,11 +182,10 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     - Evaluation (``torch.no_grad``) never communicates.  The first after a step uses
       rank 0's buffers from the end of that step's backward.  In the forward that trains
       next, ranks take over rank 0's buffers; in torch each rank keeps its own there.
-    - Each forward that records gradients takes over rank 0's buffers, so if the model
-      has any, all ranks need the same such forwards.  On GPUs, across hosts, or if the
-      group's own collectives carry gradients, a forward keeps its buffers while an
-      earlier one awaits its backward.  In a join context forwards only take over
-      buffers that came with a step.
+    - If a model has buffers, all ranks need the same forwards that record gradients:
+      each takes over rank 0's.  While one awaits its backward, later ones keep theirs on
+      GPUs, across hosts, and if the group's own collectives carry gradients.  In a join
+      context forwards only take over buffers that came with a step.
     - Wrappers may share parts.  A buffer that the graph of another wrapper has saved
       must not change before its backward, which raises autograd's own error; statistics
       of batch and instance norms in training may, since no backward needs them.
