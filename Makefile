@@ -142,8 +142,8 @@ gpu-fake-calls: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/c/plain/libplfake.so ## fi
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) $(DEPENDENCIES) ## random programs by torch's class and by ours, and exceptions (FUZZ=5000)
-	BATCH_SECONDS=86400 FUZZ=$(or $(FUZZ),1000) $(PY) -m pytest -q \
-	    tests/parity/ddp/test_differential_programs.py tests/ranks/test_drawn_exceptions.py
+	BATCH_SECONDS=86400 FUZZ=$(or $(FUZZ),1000) $(PY) -m pytest -q -k "drawn or grammar" \
+	    tests/parity/ddp tests/ranks/test_drawn_exceptions.py
 
 # The seed is printed; FUZZ_FLAGS="--programs 50 --seed 7" draws those programs again.
 .PHONY: fuzz-dp

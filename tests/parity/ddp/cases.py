@@ -45,6 +45,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 PEER_SECONDS = 10.0
 BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "480"))
 SKIPPED = "skipped on every rank: "
+# There forwards after the first of a step keep their buffers.
+ON_HOSTS = "TEST_RANKS_PER_HOST" in os.environ
 
 # Set by tests/gpu/check_rows.py, which runs cases on a GPU.
 backend = None

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import (
+    ON_HOSTS,
     PARTS,
     Ranks,
     Twin,
@@ -57,7 +58,7 @@ def drawn_seeds(ranks):
 
 # ---- programs -----------------------------------------------------------------------
 
-AVERAGED = ["step", "parts", "beside", "lose"]
+AVERAGED = ["step", "parts", "views", "beside", "lose"]
 DIMS = ("dp", "tp")
 SPLIT = {"first": ColwiseParallel(), "last": RowwiseParallel()}
 IGNORED = ["first.bias", "second.weight", "large.weight", "mark", "late0"]
@@ -188,6 +189,11 @@ class Program:
         n = self.own.randint(1, 3)
         sum(self.model(self.x(), self.branches()) for _ in range(n)).backward()
 
+    def views(self):
+        """Run the same number of forwards, which all take over rank 0's buffers."""
+        n = self.same.randint(2, 3)
+        sum(self.model(self.x(), self.branches()) for _ in range(n)).backward()
+
     def beside(self):
         x = self.x()
         (self.model(x) + self.model.module(x)).backward()
@@ -236,7 +242,7 @@ class Program:
             names = ["step", "step", "micro", "bare_everywhere", "gradient_of_input"]
             names += ["bare", "bare", "beside", "lose_micro"]
             # torch searches only the last forward for unused parameters.
-            names += [] if self.has_buffer else ["parts"]
+            names += ["parts"] if not self.has_buffer else [] if ON_HOSTS else ["views"]
         if not self.has_buffer:
             names += [] if self.is_static else ["lose", "lose_alone"]
             names += ["fail", "evaluate"] if self.mesh is None else []

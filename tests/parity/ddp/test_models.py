@@ -5,6 +5,8 @@ The reference is the plain module; for buffers it is torch's class.
 
 import copy
 import itertools
+import os
+import random
 from functools import partial
 
 import paceline
@@ -12,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import (
+    ON_HOSTS,
     Twin,
     as_torch,
     assert_equal,
+    compare_with_torch,
     grads_of,
     integer_weights,
     mean_over,
@@ -141,14 +145,18 @@ def one_in_evaluation(wrappers, x):
 
 
 def two_views(wrappers, x):
-    """Compare two forwards of one wrapper, as contrastive losses do."""
-    first, second = (wrappers[0](view).relu() for view in (x, x.flip(0) + 1))
-    (first - 2 * second).square().sum().backward()
+    """Compare two forwards of each wrapper, as contrastive losses do."""
+    views = x, x.flip(0) + 1
+    outs = [[wrapper(view).relu() for view in views] for wrapper in wrappers]
+    sum((first - 2 * second).square().sum() for first, second in outs).backward()
+
+
+two_views_on_a_host = [] if ON_HOSTS else [two_views]
 
 
 @as_torch(
     part=[nn.BatchNorm1d, nn.InstanceNorm1d, Activated, Counts],
-    losses=[one_loss_of_all, a_loss_each, one_in_evaluation, two_views],
+    losses=[one_loss_of_all, a_loss_each, one_in_evaluation, *two_views_on_a_host],
 )
 def test_wrappers_may_share_a_backbone_with_buffers(ranks, wrap, part, losses):
     """Rank 0's statistics come while the graph of another wrapper has saved them."""
@@ -163,6 +171,63 @@ def test_wrappers_may_share_a_backbone_with_buffers(ranks, wrap, part, losses):
         losses(wrappers, x)
         yield [p.grad for wrapper in wrappers for p in wrapper.parameters()]
         yield list(backbone.buffers())
+
+
+class Joined(nn.Module):
+    """Some of the shared parts, perhaps in checkpoints; its output may be hidden."""
+
+    def __init__(self, parts, chance):
+        super().__init__()
+        n = chance.randint(1, len(parts))
+        self.parts = nn.ModuleList(chance.sample(parts, n))
+        self.last = nn.Linear(6, chance.randint(1, 3))
+        self.recomputed = [chance.random() < 0.4 for _ in self.parts]
+        self.is_hidden = chance.random() < 0.4
+
+    def forward(self, x):
+        for part, is_recomputed in zip(self.parts, self.recomputed, strict=True):
+            x = checkpoint(part, x, use_reentrant=False) if is_recomputed else part(x)
+        x = self.last(x)
+        return Hidden(x) if self.is_hidden else x
+
+
+class Hidden:
+    def __init__(self, x):
+        self.relu, self.square = x.relu, x.square
+
+
+N_PROGRAMS = int(os.environ.get("FUZZ", "12"))  # FUZZ_SEED=12 begins with seed 12
+
+
+@on_ranks()
+def test_drawn_wrappers_over_shared_parts_do_as_torch(ranks):
+    drawn = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 30)))
+    first = ranks.all(drawn)[0]
+    for seed in range(first, first + N_PROGRAMS):
+        try:
+            compare_with_torch(ranks, run_over_shared_parts, seed)
+        except Exception as error:
+            error.add_note(f"FUZZ_SEED={seed}")
+            raise
+
+
+def run_over_shared_parts(ranks, wrap, seed):
+    chance = random.Random(seed)
+    norms = [nn.BatchNorm1d, nn.InstanceNorm1d, Activated]
+    parts = [chance.choice(norms)(5, track_running_stats=True, affine=True)]
+    kinds = [Counts, partial(nn.Linear, 6, 6), partial(nn.LayerNorm, 6)]
+    parts += [chance.choice(kinds)() for _ in range(chance.randint(1, 3))]
+    wholes = [Joined(parts, chance) for _ in range(chance.randint(1, 3))]
+    wrappers = [wrap(whole) for whole in wholes]
+    for step in range(5):
+        x = torch.randn(4, 5, 6, generator=ranks.generator((seed, step))) + ranks.rank
+        losses = [one_loss_of_all, a_loss_each, *two_views_on_a_host]
+        chance.choice(losses)(wrappers, x)
+        tensors = [t for w in wrappers for t in (*w.parameters(), *w.buffers())]
+        yield [t.grad if t.requires_grad else t for t in tensors]
+        if chance.random() < 0.6:
+            for wrapper in wrappers:
+                wrapper.zero_grad()
 
 
 class Boxed(torch.Tensor):
@@ -389,6 +454,8 @@ def test_evaluation_on_all_ranks_has_the_buffers_of_torch(ranks, wrap):
 
 @on_ranks(use=["grad", "none"])
 def test_a_forward_that_rank_0_has_not_is_an_error_and_no_hang(ranks, use):
+    if ON_HOSTS:
+        pytest.skip("rank 0 leaves no notice for other hosts")
     model = ranks.wrap(Counting(ranks.rank))
     model(x_of(ranks, 0)).backward()
     out = model(x_of(ranks, 1))
