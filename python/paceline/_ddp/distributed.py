@@ -183,9 +183,9 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
       rank 0's buffers from the end of that step's backward.  In the forward that trains
       next, ranks take over rank 0's buffers; in torch each rank keeps its own there.
     - If a model has buffers, all ranks need the same forwards that record gradients:
-      each takes over rank 0's.  While one awaits its backward, later ones keep theirs on
-      GPUs, across hosts, and if the group's own collectives carry gradients.  In a join
-      context forwards only take over buffers that came with a step.
+      each takes over rank 0's.  While one awaits its backward, later ones keep theirs
+      on GPUs, across hosts, and if the group's own collectives carry gradients.  In a
+      join context forwards only take over buffers that came with a step.
     - Wrappers may share parts.  A buffer that the graph of another wrapper has saved
       must not change before its backward, which raises autograd's own error; statistics
       of batch and instance norms in training may, since no backward needs them.
