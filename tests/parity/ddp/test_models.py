@@ -83,6 +83,23 @@ class Calls(nn.Module):
         return self.scale * self.others[0](x).sum()
 
 
+@on_ranks()
+def test_one_rank_may_export_the_wrapper_between_two_steps(ranks):
+    if not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("torch < 2.7")
+    model = ranks.wrap(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+    x = ranks.integers(3, 6)
+    step_of(model, x)
+    torch.export.export(model.module, (x,))  # the first import takes seconds
+    if ranks.rank == 0:
+        program = torch.export.export(model.eval(), (x,))
+        assert_equal(program.module()(x), model.module(x), "exported")
+        model.train()
+    ranks.all(None)
+    step_of(model, x)
+    ranks.assert_same(grads_of(model), "gradients")
+
+
 @on_gpus_too(3)
 @on_ranks(init_sync=[True, False])
 def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_sync):
