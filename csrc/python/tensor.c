@@ -18,6 +18,7 @@ static int read_dtype(dl_dtype dtype, pl_dtype *out)
         {DL_FLOAT, 64, PL_F64},   {DL_INT, 64, PL_I64},       {DL_INT, 32, PL_I32},
         {DL_INT, 16, PL_I16},     {DL_INT, 8, PL_I8},         {DL_UINT, 8, PL_U8},
         {DL_COMPLEX, 64, PL_C64}, {DL_COMPLEX, 128, PL_C128}, {DL_BOOL, 8, PL_U8},
+        {DL_COMPLEX, 32, PL_I32}, /* it is only moved: nothing adds integers */
     };
     for (size_t i = 0; dtype.lanes == 1 && i < sizeof table / sizeof table[0]; i++) {
         if (table[i].code != dtype.code || table[i].bits != dtype.bits)
@@ -166,12 +167,13 @@ static int may_be_lazy(const pli_layout *layout)
     return is_complex(layout) || (is_real && layout->n_elems == 1);
 }
 
-static int read_lazy(const module_state *state, PyObject *object, pli_layout *layout)
+static int read_lazy(const module_state *state, PyObject *object, int may_be_conj,
+                     pli_layout *layout)
 {
     const int is_neg =
         pli_is_true(PyObject_CallMethodNoArgs(object, state->name_is_neg));
     const int is_conj =
-        is_neg == 0 && is_complex(layout)
+        is_neg == 0 && may_be_conj
             ? pli_is_true(PyObject_CallMethodNoArgs(object, state->name_is_conj))
             : 0;
     layout->is_lazy |= is_neg == 1 || is_conj == 1;
@@ -185,11 +187,18 @@ int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *ob
     PyObject *capsule;
     if (read_dl(state, object, what, &dl, &capsule) != 0)
         return -1;
-    const int status = fill(&dl, place, what, out);
+    const int is_bits = dl.dtype.code == DL_COMPLEX && dl.dtype.bits == 32;
+    int status = fill(&dl, place, what, out);
     Py_XDECREF(capsule);
-    if (status != 0 || !may_be_lazy(&out->layout))
-        return status;
-    return read_lazy(state, object, &out->layout);
+    if (status == 0 && (is_bits || may_be_lazy(&out->layout)))
+        status =
+            read_lazy(state, object, is_bits || is_complex(&out->layout), &out->layout);
+    /* A copy by torch would convert the integers to numbers. */
+    if (status == 0 && is_bits &&
+        (out->layout.is_lazy || !pli_layout_is_dense(&out->layout)))
+        return pli_error(PyExc_NotImplementedError,
+                         "%s is a view of complex32: give a contiguous copy", what);
+    return status;
 }
 
 int pli_tensor_read_grad(const module_state *state, dl_device place, PyObject *object,
@@ -199,7 +208,7 @@ int pli_tensor_read_grad(const module_state *state, dl_device place, PyObject *o
     if (status != 0 || may_be_lazy(&out->layout) ||
         (PyObject *)Py_TYPE(object) != state->tensor_type)
         return status;
-    return read_lazy(state, object, &out->layout);
+    return read_lazy(state, object, 0, &out->layout);
 }
 
 int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,

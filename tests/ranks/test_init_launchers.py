@@ -131,9 +131,17 @@ WORDS = {
         OMPI_COMM_WORLD_LOCAL_RANK={rank} OMPI_COMM_WORLD_LOCAL_SIZE=2
         OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 MASTER_PORT={port}
     """,
+    "mvapich": """
+        MV2_COMM_WORLD_LOCAL_RANK={rank} MV2_COMM_WORLD_LOCAL_SIZE=2
+        MV2_COMM_WORLD_RANK={rank} MV2_COMM_WORLD_SIZE=2 MASTER_PORT={port}
+    """,
     "mpich": """
         MPI_LOCALNRANKS=2 MPI_LOCALRANKID={rank} PMI_RANK={rank} PMI_SIZE=2
         MASTER_PORT={port}
+    """,
+    "submitit": """
+        SUBMITIT_LOCAL_GLOBALID={rank} SUBMITIT_LOCAL_LOCALID={rank}
+        SUBMITIT_LOCAL_NTASKS=2 MASTER_PORT={port}
     """,
     # A user's settings.  Without a launcher's local rank, init() counts it.
     "environment": """

@@ -87,6 +87,9 @@ static int read_param(const module_state *state, dl_device place, size_t i,
     (void)PyOS_snprintf(what, sizeof what, "parameter %zu", i);
     if (pli_tensor_read_any(state, place, param, what, &tensor) != 0)
         return -1;
+    if (tensor.layout.dtype < PL_F16)
+        return pli_error(PyExc_NotImplementedError,
+                         "%s has a type that paceline cannot reduce", what);
     if (!pli_layout_is_dense(&tensor.layout))
         pli_layout_make_row_major(&tensor.layout);
     tensor.layout.is_lazy = 0; /* the slot is not lazy */

@@ -15,6 +15,8 @@ push_function_mode: Callable[[Any], None] = _C._push_on_torch_function_stack
 pop_function_mode: Callable[[], Any] = _C._pop_torch_function_stack
 is_torch_function_enabled: Callable[[], bool] = _C._is_torch_function_enabled
 is_tracing: Callable[[], bool] = _C._is_tracing
+# Whether torch.export traces; torch 2.7 and newer.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 _hooks: Any = _C._autograd
 _top_hooks = getattr(_hooks, "_top_saved_tensors_default_hooks", None)
 

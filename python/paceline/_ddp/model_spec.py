@@ -176,7 +176,8 @@ class Model:
         """Raise ``NotImplementedError`` for a tensor that cannot be sent to peers."""
         for name, tensor in self._named_tensors():
             self._check_device(name, tensor)
-            if has_peers and tensor.dtype not in _TYPES:
+            is_moved = tensor.dtype == torch.complex32 and not tensor.requires_grad
+            if has_peers and tensor.dtype not in _TYPES and not is_moved:
                 raise NotImplementedError(
                     f"'{name}' is of {tensor.dtype}, which paceline cannot send: "
                     "convert it, or name it in "

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from paceline import _gpu
-from paceline._compat import torch_core
+from paceline._compat import torch_core, torch_modes
 from paceline._ddp import (
     comm_hooks,
     forward,
@@ -64,6 +64,8 @@ class TorchSurface(TorchDDP):
         RuntimeError
             Under ``strict``, in torch's words: if the last step left parameters out.
         """
+        if torch_modes.is_exporting():  # the program runs without other ranks
+            return self.module(*inputs, **kwargs)
         if torch_core.is_profiling():
             with torch.autograd.profiler.record_function(
                 "DistributedDataParallel.forward"

@@ -238,6 +238,8 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             The error that the module raises in a replica, of the same type; the message
             has the number of the replica and its traceback.
         """
+        if torch_modes.is_exporting():
+            return self.module(*inputs, **kwargs)
         is_alone = len(self.device_ids) < 2 and not self._are_gpus
         call = self._call_plainly if is_alone else self._call_in_replicas
         if torch_core.is_profiling():

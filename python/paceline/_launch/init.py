@@ -51,9 +51,9 @@ class World:
         Where this rank's model belongs: its GPU, or the CPU.
     launcher : str
         The launcher whose variables were used: ``"torchrun"``, ``"environment"``
-        (``RANK`` and the like, set by other means), ``"openmpi"``, ``"mpich"``,
-        ``"tf_config"``, ``"slurm"``, or ``"none"``; ``"unknown"`` if the process group
-        is not the one that the variables describe.
+        (``RANK`` and the like, set by other means), ``"openmpi"``, ``"mvapich"``,
+        ``"mpich"``, ``"submitit"``, ``"tf_config"``, ``"slurm"``, or ``"none"``;
+        ``"unknown"`` if the process group is not the one that the variables describe.
     """
 
     rank: int
@@ -86,9 +86,9 @@ def init(
     """Join the world that the launcher's environment variables describe.
 
     It makes torch's default process group, so that one script runs under torchrun,
-    SLURM's srun, the mpirun of Open MPI, MPICH and Intel MPI, TensorFlow's
-    ``TF_CONFIG``, and as plain ``python train.py``, which is a world of one.  If the
-    group exists already, the call changes nothing.
+    SLURM's srun, the mpirun of Open MPI, MVAPICH2, MPICH and Intel MPI, submitit,
+    TensorFlow's ``TF_CONFIG``, and as plain ``python train.py``, which is a world of
+    one.  If the group exists already, the call changes nothing.
 
     Parameters
     ----------
@@ -108,8 +108,10 @@ def init(
     Raises
     ------
     ValueError
-        If variables are wrong, contradict one another, or some are missing; if the
-        process group exists already, with another backend than `backend`.
+        If variables are wrong, contradict one another, or some are missing, as in one
+        of several barrier tasks of Spark or workers of Ray Train that neither
+        TorchDistributor nor TorchTrainer has started; if the process group exists
+        already, with another backend than `backend`.
     RuntimeError
         If this rank has no GPU, or not all ranks join.
 
@@ -129,8 +131,9 @@ def init(
 
     1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT``, set by
        torchrun or by you.  Only some of them, with no launcher below, are an error;
-    2. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``;
-    3. ``PMI_RANK`` and ``PMI_SIZE``, unless srun has set them itself;
+    2. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``; the same of ``MV2_``;
+       ``PMI_RANK`` and ``PMI_SIZE``, unless srun has set them itself;
+    3. ``SUBMITIT_LOCAL_GLOBALID`` and ``SUBMITIT_LOCAL_NTASKS``;
     4. ``TF_CONFIG``: the chief is rank 0, workers follow.  An evaluator gets the rank
        -1, and no process group: it does not train;
     5. ``SLURM_PROCID`` in a step of srun.  A program in a shell of salloc, or in the

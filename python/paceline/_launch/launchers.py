@@ -1,25 +1,60 @@
-"""Find the launcher that started this process, by environment variables alone.
+"""Find the launcher that started this process, by environment variables.
 
 Several launchers may have set variables: torchrun runs inside srun, mpirun inside an
 allocation of SLURM.  The first complete set counts, from the innermost launcher on; the
-docstring of :func:`paceline.init` lists them.
+docstring of :func:`paceline.init` lists them.  A task of Spark or Ray has no variables:
+without a launcher, the engine itself is asked.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from paceline._launch import slurm, variables
 from paceline._launch.tf_config import from_tf_config
-from paceline._launch.variables import Launch, Variables
+from paceline._launch.variables import Launch, Launcher, Variables
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_PORT = 29500
 """torch's default, if nothing tells the jobs of a host apart."""
-_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+# fmt: off
+_JOBS = ("SUBMITIT_LOCAL_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
+         "SLURM_JOB_ID")
+# The program that starts the ranks; the variables of a rank and of their number; those
+# of this host.
+_Pair = tuple[str, str]
+_NAMES: dict[Launcher, tuple[str, _Pair, _Pair]] = {
+    "openmpi": ("mpirun", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+                ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")),
+    "mvapich": ("mpirun", ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+                ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")),
+    "mpich": ("mpirun", ("PMI_RANK", "PMI_SIZE"),
+              ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    "submitit": ("submitit", ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS"),
+                 ("SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")),
+}
+# The module that a task of the engine has imported; how it counts the tasks, with an
+# error elsewhere; its name; what sets variables.
+_ENGINES: tuple[tuple[str, Callable[[Any], Any], str, str], ...] = (
+    ("pyspark", lambda spark: len(spark.BarrierTaskContext.get().getTaskInfos()),
+     "pyspark.BarrierTaskContext", "pyspark.ml.torch.distributor.TorchDistributor"),
+    ("ray.train", lambda train: train.get_context().get_world_size(),
+     "ray.train.get_context()", "ray.train.torch.TorchTrainer"),
+)
+# fmt: on
+# Ranks without a number of ranks, and what is wrong if one of them is not 0.
+_LONE_RANKS = {
+    "SLURM_PROCID": "SLURM_STEP_ID is not set, which srun sets for each task: start "
+    "the program by srun, and pass all SLURM_ variables on to it",
+    "PMIX_RANK": "no variable says of how many: set RANK, WORLD_SIZE, MASTER_ADDR and "
+    "MASTER_PORT on every rank, or start the program by mpirun or srun",
+}
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
@@ -30,9 +65,9 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     found = Variables(environ)
     launch = _from_torchrun(found)
     if launch is None:
+        numbered = (_from_numbers(found, launcher) for launcher in _NAMES)
         launch = (
-            _from_open_mpi(found)
-            or _from_mpich(found)
+            next(filter(None, numbered), None)
             or from_tf_config(found)
             or slurm.from_slurm(found)
         )
@@ -59,40 +94,24 @@ def _from_torchrun(found: Variables) -> Launch | None:
     )
 
 
-def _from_open_mpi(found: Variables) -> Launch | None:
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return _from_mpi(found, "openmpi", names, local)
-
-
-def _from_mpich(found: Variables) -> Launch | None:
-    names = ("PMI_RANK", "PMI_SIZE")
-    rank, size = map(found.number, names)
-    if rank is not None and size is not None and slurm.is_in_step(found, rank, size):
-        return None  # srun describes the hosts, too
-    return _from_mpi(found, "mpich", names, ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
-
-
-def _from_mpi(
-    found: Variables,
-    launcher: variables.Launcher,
-    names: tuple[str, str],
-    local: tuple[str, str],
-) -> Launch | None:
-    """Return mpirun's launch from the variables `names`; `local`: of this host."""
+def _from_numbers(found: Variables, launcher: Launcher) -> Launch | None:
+    """Return a launch whose variables are numbers only, with no host of rank 0."""
+    starter, names, local = _NAMES[launcher]
     if not any(map(found.has, names)):
         return None
-    rank = found.required("mpirun", names[0])
-    size = found.required("mpirun", names[1], least=1)
+    if launcher == "mpich" and slurm.is_in_step(found, *map(found.number, names)):
+        return None  # srun describes the hosts, too
+    rank = found.required(starter, names[0])
+    size = found.required(starter, names[1], least=1)
     local_size = found.number(local[1], least=1)
     addr, port = None, None
     if size > 1:
         on_one_host = "127.0.0.1" if local_size == size else None
         addr = found.text("MASTER_ADDR") or on_one_host
-        port = found.port() or _mpi_port(found)
+        port = found.port() or _port_of_job(found)
         if addr is None:
             raise ValueError(
-                f"mpirun started {size} ranks that are not known to be on one host "
+                f"{starter} started {size} ranks that are not known to be on one host "
                 f"({found.show(*names, *local)}), and MASTER_ADDR is not set: export "
                 "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, "
                 "and pass them to all ranks (Open MPI: mpirun -x MASTER_ADDR -x "
@@ -101,8 +120,8 @@ def _from_mpi(
     return Launch(launcher, rank, size, found.number(local[0]), local_size, addr, port)
 
 
-def _mpi_port(found: Variables) -> int:
-    job = found.text(*_MPI_JOBS)
+def _port_of_job(found: Variables) -> int:
+    job = found.text(*_JOBS)
     if not job:
         return _DEFAULT_PORT
     return variables.FIRST_PORT + zlib.crc32(job.encode()) % variables.N_PORTS
@@ -117,11 +136,33 @@ def _alone(found: Variables) -> Launch:
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does, or unset "
             "them all to train in one process"
         )
+    for name, problem in _LONE_RANKS.items():
+        if found.number(name):
+            raise ValueError(
+                f"{found.show(name)}: this is one of several ranks, but {problem}"
+            )
+    _refuse_task()
     note = ""
     tasks = found.number("SLURM_NTASKS")
     if tasks is not None and tasks > 1:
         note = f"SLURM_NTASKS is {tasks}, but srun did not start this process"
     return Launch("none", 0, 1, 0, 1, note=note)
+
+
+def _refuse_task() -> None:
+    """Raise in one of several tasks of an engine: each would train alone."""
+    for module, count, context, helper in _ENGINES:
+        n_tasks = 1
+        # KeyError: the engine has not started this process.  In drivers Ray warns.
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            n_tasks = int(count(sys.modules[module]))
+        if n_tasks > 1:
+            raise ValueError(
+                f"{context} counts {n_tasks} tasks, but RANK, WORLD_SIZE, MASTER_ADDR "
+                f"and MASTER_PORT are not set: train by {helper}, which sets them, or "
+                "set them in each task (RANK=0 and WORLD_SIZE=1 to train alone)"
+            )
 
 
 def _agreed(found: Variables, launch: Launch) -> Launch:

@@ -28,12 +28,6 @@ have different ports."""
 def from_slurm(found: Variables) -> Launch | None:
     """Return srun's launch; None if srun did not start this process."""
     if not _is_task_of_step(found):
-        if found.number("SLURM_PROCID"):
-            raise ValueError(
-                f"{found.show('SLURM_PROCID')}, but SLURM_STEP_ID is not set, which "
-                "srun sets for each task: start the program by srun, and pass all "
-                "SLURM_ variables on to it"
-            )
         return None
     rank = found.required("srun", "SLURM_PROCID")
     size = found.required("srun", *_SIZES, least=1)
@@ -53,10 +47,10 @@ def from_slurm(found: Variables) -> Launch | None:
     )
 
 
-def is_in_step(found: Variables, rank: int, size: int) -> bool:
-    """Tell whether srun started this process as rank `rank` of `size`."""
+def is_in_step(found: Variables, *rank_and_size: int | None) -> bool:
+    """Tell whether srun started this process as this rank of so many."""
     numbers = found.number("SLURM_PROCID"), found.number(*_SIZES)
-    return _is_task_of_step(found) and numbers == (rank, size)
+    return _is_task_of_step(found) and numbers == rank_and_size
 
 
 def first_host(nodes: str) -> str:

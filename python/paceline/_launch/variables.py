@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 # fmt: off
-Launcher = Literal["torchrun", "environment", "openmpi", "mpich", "tf_config", "slurm",
-                   "none", "unknown"]
+Launcher = Literal["torchrun", "environment", "openmpi", "mvapich", "mpich", "submitit",
+                   "tf_config", "slurm", "none", "unknown"]
 # fmt: on
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 import random
+import warnings
 from functools import partial
 
 import paceline
@@ -85,6 +86,23 @@ class Calls(nn.Module):
 
     def forward(self, x):
         return self.scale * self.others[0](x).sum()
+
+
+@on_ranks()
+def test_one_rank_may_export_the_wrapper_between_two_steps(ranks):
+    if not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("torch < 2.7")
+    model = ranks.wrap(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+    x = ranks.integers(3, 6)
+    step_of(model, x)
+    torch.export.export(model.module, (x,))  # the first import takes seconds
+    if ranks.rank == 0:
+        program = torch.export.export(model.eval(), (x,))
+        assert_equal(program.module()(x), model.module(x), "exported")
+        model.train()
+    ranks.all(None)
+    step_of(model, x)
+    ranks.assert_same(grads_of(model), "gradients")
 
 
 @on_gpus_too(3)
@@ -372,6 +390,33 @@ def test_lazily_conjugated_buffers_come_from_rank_0(ranks, wrap, who):
     for _ in range(4):
         model(torch.ones(1, 3)).sum().backward()
         yield [*grads_of(model), *(b.resolve_conj() for b in model.buffers())]
+
+
+class OfHalves(nn.Linear):
+    """Each rank has its own frozen parameter and buffer of complex32."""
+
+    def __init__(self, rank):
+        super().__init__(3, 2)
+        halves = torch.full((2, 2, 2), rank + 1.5, dtype=torch.float16)
+        frozen, phase = torch.view_as_complex(halves)
+        self.frozen = nn.Parameter(frozen, requires_grad=False)
+        self.register_buffer("phase", phase)
+
+    def forward(self, x):
+        with torch.no_grad():
+            torch.view_as_real(self.phase).add_(x.sum().half())
+        return super().forward(x)
+
+
+@as_torch()
+def test_complex_buffers_of_halves_come_from_rank_0(ranks, wrap):
+    skip_without_complex()
+    warnings.simplefilter("ignore")  # ComplexHalf is experimental
+    model = wrap(OfHalves(ranks.rank))
+    for step in range(3):
+        model(torch.full((1, 3), float(ranks.rank + step))).sum().backward()
+        halves = model.module.frozen, model.module.phase
+        yield [*grads_of(model), *(torch.view_as_real(h) for h in halves)]
 
 
 class ByConjugate(nn.Module):

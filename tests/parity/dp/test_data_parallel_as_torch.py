@@ -169,6 +169,16 @@ def test_functional_call_refuses_the_wrapper():
         torch.func.functional_call(bare(), {}, (integers(7, 3),))
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch < 2.7")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_wrapper_is_the_module(strict):
+    theirs, x = nn.DataParallel(smooth_net()), reals(5, 3)
+    for ours in (bare(theirs.module), paceline.DataParallel(theirs.module)):
+        programs = [torch.export.export(w, (x,), strict=strict) for w in (ours, theirs)]
+        assert len({str(program.graph) for program in programs}) == 1
+        assert torch.equal(*(program.module()(x) for program in programs))
+
+
 def test_the_exporter_of_onnx_says_to_unwrap_the_module():
     ours = bare(smooth_net())
     has_two = "dynamo" in inspect.signature(torch.onnx.export).parameters

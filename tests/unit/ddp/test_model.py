@@ -210,14 +210,14 @@ class OfOddTypes(nn.Module):
     def __init__(self):
         super().__init__()
         self.part = nn.Linear(1, 1)
-        self.part.scale = nn.Parameter(torch.ones(2, dtype=torch.complex32), False)
+        self.part.scale = nn.Parameter(torch.zeros(2, dtype=torch.uint32), False)
         self.part.register_buffer("codes", torch.zeros(2, dtype=torch.uint16))
 
 
 @pytest.mark.parametrize(
     ("stays", "words"),
     [
-        ({"buffers": True}, "'part.scale' is of torch.complex32"),
+        ({"buffers": True}, "'part.scale' is of torch.uint32"),
         ({"frozen": True}, "'part.codes' is of torch.uint16"),
     ],
 )
@@ -227,3 +227,13 @@ def test_a_type_that_cannot_travel_is_named_where_it_would(stays, words):
     travelling = model.without(**{"frozen": False, "buffers": False, **stays})
     with pytest.raises(NotImplementedError, match=f"{words}.*_to_ignore"):
         travelling.check_travelling(has_peers=True)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_complex32_travels_only_without_gradients():
+    module = nn.Linear(1, 1)
+    module.scale = nn.Parameter(torch.zeros(2, dtype=torch.complex32), False)
+    Model.of(module).check_travelling(has_peers=True)
+    module.scale.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"'scale' is of torch\.complex32"):
+        Model.of(module).check_travelling(has_peers=True)

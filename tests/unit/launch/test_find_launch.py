@@ -1,12 +1,15 @@
 """What `paceline.init()` reads from launchers' variables, without starting processes.
 
-Processes under SLURM 22.05 (srun, sbatch, salloc) and under mpirun of Open MPI 5.0 and
-of MPICH 5.0 have printed these variables.
+Processes under SLURM 22.05 (srun, sbatch, salloc), under mpirun of Open MPI 5.0 and of
+MPICH 5.0 and under submitit 1.5.4 have printed these variables.  Those of MVAPICH2 are
+as accelerate reads them.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from paceline._launch.launchers import find_launch
@@ -64,6 +67,21 @@ MPICH = {
     "PMI_SIZE": "2",
     "MPI_LOCALRANKID": "1",
     "MPI_LOCALNRANKS": "2",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SUBMITIT = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_JOB_ID": "4711",
+    "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_LOCALID": "1",
+    "SUBMITIT_LOCAL_NODEID": "0",
 }
 ALONE = Launch("none", 0, 1, 0, 1)
 
@@ -301,7 +319,7 @@ def test_mpich_on_one_host_needs_no_master():
     assert in_job.master_port != 29500
 
 
-@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH])
+@pytest.mark.parametrize("variables", [OPEN_MPI, MVAPICH, MPICH])
 def test_mpirun_over_several_hosts_needs_a_master(variables):
     size = next(name for name in variables if name.endswith("_SIZE"))
     environ = {**variables, size: "4"}
@@ -311,7 +329,7 @@ def test_mpirun_over_several_hosts_needs_a_master(variables):
     assert (launch.master_addr, launch.master_port) == ("head", 1234)
 
 
-@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH])
+@pytest.mark.parametrize("variables", [OPEN_MPI, MVAPICH, MPICH])
 def test_ranks_that_may_be_elsewhere_need_a_master(variables):
     names = [name for name in variables if "LOCAL" in name]
     environ = without(variables, *names)
@@ -329,6 +347,57 @@ def test_half_of_an_mpirun_is_refused(name):
     check_refused(without(variables, name), name, "mpirun")
     check_refused({**variables, name: "x"}, name, "'x'")
     check_refused({**variables, **MASTER, name: "0" if "SIZE" in name else "2"})
+
+
+def test_the_local_tasks_of_submitit_are_ranks_of_one_host():
+    launch = find_launch(SUBMITIT)
+    assert launch == Launch("submitit", 1, 2, 1, 2, "127.0.0.1", launch.master_port)
+    # In the shell of an allocation, another job of submitit has another port.
+    shell = {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", **SUBMITIT}
+    assert find_launch(shell) == launch
+    other = find_launch({**shell, "SUBMITIT_LOCAL_JOB_ID": "4712"})
+    assert other.master_port != launch.master_port != 29500
+    check_refused(without(SUBMITIT, "SUBMITIT_LOCAL_GLOBALID"), "GLOBALID", "submitit")
+
+
+def test_a_rank_without_a_number_of_ranks_is_refused():
+    check_refused({"PMIX_RANK": "1"}, "PMIX_RANK=1", "WORLD_SIZE", "mpirun")
+    # A shell that salloc starts as a step may have rank 0 of one.
+    assert find_launch({"PMIX_RANK": "0"}) == ALONE
+
+
+# ---- engines, whose tasks have no variables ------------------------------------------
+
+
+def spark_of(n_tasks):
+    context = SimpleNamespace(getTaskInfos=lambda: ["127.0.0.1:1"] * n_tasks)
+    return {"BarrierTaskContext": SimpleNamespace(get=lambda: context)}
+
+
+def ray_of(n_workers):
+    context = SimpleNamespace(get_world_size=lambda: n_workers)
+    return {"get_context": lambda: context}
+
+
+@pytest.mark.parametrize(
+    ("name", "engine_of", "context", "helper"),
+    [
+        ("pyspark", spark_of, "BarrierTaskContext", "TorchDistributor"),
+        ("ray.train", ray_of, "get_context()", "TorchTrainer"),
+    ],
+)
+def test_one_of_several_tasks_of_an_engine_does_not_train_alone(
+    monkeypatch, name, engine_of, context, helper
+):
+    several = SimpleNamespace(**engine_of(2))
+    monkeypatch.setitem(sys.modules, name, several)
+    check_refused({}, f"{context} counts 2 tasks", helper, "MASTER_PORT")
+    assert find_launch(TORCHRUN).launcher == "torchrun"
+    assert find_launch({"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
+    # One task, a context without a number, and a driver, where asking is an error.
+    for engine in (engine_of(1), ray_of(None), {}):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**engine))
+        assert find_launch({}) == ALONE
 
 
 # ---- TF_CONFIG -----------------------------------------------------------------------
@@ -436,7 +505,9 @@ def test_the_first_complete_launcher_counts():
     order = {
         "torchrun": TORCHRUN,
         "openmpi": OPEN_MPI,
+        "mvapich": MVAPICH,
         "mpich": MPICH,
+        "submitit": SUBMITIT,
         "tf_config": config("chief", 0),
         "slurm": SRUN,
     }

@@ -144,8 +144,9 @@ def test_a_bad_operation_or_ticket_leaves_the_world_usable():
         ([torch.ones(2), torch.ones(1).expand(3)], ["tensors[1]", "overlaps"]),
         ([torch.ones(2, device="meta")], ["a tensor to broadcast", "meta"]),
         ([torch.eye(2).to_sparse()], ["a tensor to broadcast"]),
+        ([torch.zeros(2, dtype=torch.complex32).conj()], ["complex32", "contiguous"]),
     ],
-    ids=["none", "number", "holes", "overlap", "meta", "sparse"],
+    ids=["none", "number", "holes", "overlap", "meta", "sparse", "lazy halves"],
 )
 def test_what_cannot_be_broadcast_is_named(tensors, words):
     assert_named(words, raised_by(make_world().broadcast, tensors))
