@@ -14,7 +14,6 @@ from programs import buffer, module, parameter
 from replicas import (
     Twin,
     Wrap,
-    assert_same_grads,
     grow,
     integer_weights,
     integers,
@@ -121,15 +120,6 @@ class Traffic:
 def norm_net():
     layers = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
     return nn.Sequential(*layers).double()
-
-
-def test_two_graphs_in_flight_keep_their_segments(wrap, small_segments):
-    twin = Twin(wrap, nn.Sequential(linear(9, 9), linear(9, 9)), 3)
-    for model in (twin.ours, twin.plain):
-        losses = [loss_of(model(integers(7, 9, seed=seed))) for seed in range(2)]
-        for loss in losses:
-            loss.backward()
-    assert_same_grads(twin.inner, twin.plain)
 
 
 def test_a_training_step_moves_each_byte_once(wrap, small_segments):

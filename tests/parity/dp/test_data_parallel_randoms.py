@@ -206,25 +206,6 @@ def test_evaluation_draws_nothing(wrap):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_all_ways_to_draw_are_repeatable(wrap):
-    def noisy(m, x):
-        own = torch.Generator().manual_seed(len(x))
-        fixed = torch.rand(len(x), 3, generator=own)
-        noise = torch.randn_like(x) + torch.rand(len(x), 1)
-        return noise, fixed, torch.randperm(100)[: len(x)]
-
-    ours, outputs = wrap(module(noisy)), []
-    for _ in range(2):
-        torch.manual_seed(1)
-        outputs.append([ours(X) for _ in range(3)])
-    assert_same(*outputs)
-    noise, fixed, permuted = outputs[0][0]
-    own = torch.Generator().manual_seed(3)
-    assert torch.equal(fixed[4:], torch.rand(3, 3, generator=own))
-    for drawn in (noise, permuted):
-        assert not torch.equal(drawn[:3], drawn[4:])
-
-
 # ---- masks, and recomputation -------------------------------------------------------
 
 

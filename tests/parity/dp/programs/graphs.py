@@ -50,14 +50,6 @@ def gradients_are_those_that_are_asked_for(model, target):
 
 
 @uses(net)
-def grad_may_stop_at_the_output(model, x):
-    out = model(x)
-    (slope,) = torch.autograd.grad(loss_of(out.square()), out, retain_graph=True)
-    out.backward(slope)
-    return slope
-
-
-@uses(net)
 def a_retained_graph_serves_several_backwards(model, x):
     out = model(x)
     out.backward(torch.full_like(out, 2), retain_graph=True)
@@ -224,22 +216,6 @@ def forward_and_backward_may_run_in_other_threads(model, x):
         (out,) = in_threads(lambda _: model(x), 1)
         loss_of(out).backward()
         in_threads(lambda _: loss_of(model(x)).backward(), 1)
-
-
-@uses(net)
-def one_backward_may_go_through_two_wrappers_in_a_thread(model):
-    other = beside(model, net(1))
-    total = loss_of(model(X)) + 2 * loss_of(other(X[:5]))
-    in_threads(lambda _: total.backward(), 1)
-    return grads_of(other)
-
-
-@uses(net)
-def graphs_may_be_left_half_way(model):
-    model(X)  # the output is dropped
-    loss_of(model(X))  # the loss is dropped
-    losses = [step(model, integers(7, 3, seed=seed)) for seed in range(2)]
-    losses.pop().backward()
 
 
 HEADS = module(lambda m, x: (m.one(x), m.other(x)), one=net(), other=net(1))

@@ -265,16 +265,6 @@ def checkpoints_inside_the_module_work(m, x):
     return checkpoint(m.last, out, use_reentrant=m.again)
 
 
-@uses(net, BOTH, on=THREE)
-def checkpoints_around_the_wrapper_work(model, x, use_reentrant):
-    def around(x):
-        return checkpoint(model, x, use_reentrant=use_reentrant)
-
-    for rows in (7, 2):  # calls of two sizes, too
-        model.zero_grad()
-        loss_of(around(x)[:rows] * around(x[:rows] + 1)).backward()
-
-
 @uses(net, BOTH)
 def checkpoints_around_may_be_nested_and_asked_twice(model, x, use_reentrant):
     def inner(x):
