@@ -135,21 +135,6 @@ def test_a_training_step_moves_each_byte_once(wrap, small_segments):
     assert moved["beside"] == 3 * rows  # inputs; outputs, and their gradients
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "expected"),
-    [
-        (1, 1 << 20),
-        (90 << 20, 15 << 20),
-        (300 << 20, 16 << 20),
-        (1400 << 20, 22937600),
-        (1 << 40, 32 << 20),
-    ],
-)
-def test_large_models_have_larger_segments(n_bytes, expected):
-    assert segments._segment_bytes(n_bytes) == expected
-    assert expected % 64 == 0
-
-
 def test_a_model_of_many_segments_trains(wrap, monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 256)
     monkeypatch.setattr(segments, "_FEW", 2)

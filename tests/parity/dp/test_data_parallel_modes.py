@@ -154,21 +154,6 @@ def test_autocast_gives_the_plain_dtypes_and_gradients(wrap):
     twin.step(lambda model, x: sum(out.sum() for out in model(x)), x)
 
 
-def test_training_and_evaluation_reach_every_submodule(wrap):
-    ours = wrap(Weather())
-    child = ours.module.child
-    for part, is_training, expected in (
-        (ours, True, (True, True, True)),
-        (ours, False, (False, False, False)),
-        (ours, True, (True, True, True)),
-        (child, False, (True, False, False)),
-        (child[0], True, (True, False, True)),
-        (ours.module, False, (False, False, False)),
-    ):
-        part.train(is_training)
-        assert look(ours)[1]["training"] == expected
-
-
 # ---- context variables, and modes that see operations -------------------------------
 
 

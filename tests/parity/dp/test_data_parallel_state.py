@@ -102,15 +102,3 @@ def test_copies_are_whole_and_their_own(wrap, make, has_run):
         assert_same_grads(first, plain)
         assert second is ours or grads_of(second) == [None] * 4
         grow(plain)
-
-
-def test_the_module_can_be_copied_out_of_its_wrapper(wrap):
-    ours = wrap(Mixed())
-    ours(X)
-    for make in COPIES.values():
-        bare = make(ours.module)
-        assert type(bare) is Mixed
-        assert_same_state(bare, ours.module)
-        assert torch.equal(bare(X), ours(X))
-        grow(bare)
-        assert not torch.equal(bare(X), ours(X))

@@ -1,7 +1,5 @@
 """Uses of a graph: grad, backward, their order, threads, and what is kept."""
 
-import copy
-
 import pytest
 import torch
 from replicas import (
@@ -313,20 +311,6 @@ def backwards_in_several_threads_add_up(model):
     x = integers(64, 64)
     for _ in range(4):
         in_threads(lambda i: model(x * i).sum().backward())
-
-
-@uses(smooth_net, exact=False)
-def several_threads_train_models_of_their_own(model):
-    def train(other):
-        optimizer = torch.optim.SGD(other.parameters(), 1e-3)
-        for seed in range(5):
-            optimizer.zero_grad()
-            step(other, integers(7, 3, seed=seed)).backward()
-            optimizer.step()
-        return list(other.parameters())
-
-    own = [copy.deepcopy(model) for _ in range(3)]
-    return in_threads(lambda i: train(own[i]), 3)
 
 
 @uses(
