@@ -24,7 +24,7 @@ from support.clients import transformers_or_skip
 from support.ports import free_port
 
 accelerate = needs("accelerate", "sklearn")
-ignite = needs("ignite", "sklearn")
+ignite = needs("ignite")
 lightning = needs("lightning", "torchmetrics", "sklearn")
 transformers = needs("accelerate", "transformers")
 LOOP, NOTEBOOK, IGNITE = (

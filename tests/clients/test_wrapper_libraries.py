@@ -167,61 +167,6 @@ def test_an_estimator_of_skorch_fits_and_predicts_as_with_the_plain_module(is_in
     torch.testing.assert_close(ours, plain)
 
 
-# ---- fastai: a callback that wraps the model for a fit -------------------------------
-
-
-class Recurrent(nn.Module):
-    """Counts the calls of `reset`."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.last, self.n_resets = nn.GRU(6, 5), nn.Linear(5, 2), 0
-
-    def reset(self):
-        self.n_resets += 1
-
-    def forward(self, x):
-        return self.last(self.cell(x.transpose(0, 1))[0][-1])
-
-
-def reset_module(wrapper):
-    if hasattr(wrapper.module, "reset"):
-        wrapper.module.reset()
-
-
-@pytest.mark.usefixtures("_installed")
-def test_a_callback_like_fastais_wraps_the_model_while_it_fits(monkeypatch):
-    """fastai itself imports torchvision, which PyPI has for CUDA alone.
-
-    Its `to_parallel` patches a method onto `nn.DataParallel`, sets the learner's model
-    to a wrapper before the fit, and back to the wrapper's module after it.
-    """
-
-    def fit(learner, is_parallel):
-        if is_parallel:
-            learner["model"] = nn.DataParallel(learner["model"], device_ids=None)
-        model = learner["model"]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x in batches:
-            model.reset()
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        if is_parallel:
-            learner["model"] = model.module
-
-    monkeypatch.setattr(nn.DataParallel, "reset", reset_module, raising=False)
-    torch.manual_seed(6)
-    batches, plain = torch.randn(3, 7, 4, 6), Recurrent()
-    ours = copy.deepcopy(plain)
-    learners = {"model": plain}, {"model": ours}
-    for learner, is_parallel in zip(learners, (False, True), strict=True):
-        fit(learner, is_parallel)
-    assert learners[1]["model"] is ours
-    assert ours.n_resets == plain.n_resets == 3
-    torch.testing.assert_close(ours.state_dict(), plain.state_dict())
-
-
 # ---- mmengine: a wrapper with steps, and one that skips the constructor --------------
 
 

@@ -7,7 +7,6 @@ import torch
 from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver
 from ignite.metrics import Accuracy, Loss
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -15,9 +14,7 @@ from torch.utils.data import TensorDataset
 def train(out, resume):
     """Train two epochs, or the second from a checkpoint."""
     torch.manual_seed(6)
-    images, labels = load_digits(return_X_y=True)
-    images = torch.tensor(images[:256] / 16, dtype=torch.float32)
-    data = TensorDataset(images, torch.tensor(labels[:256]))
+    data = TensorDataset(torch.rand(256, 64), torch.randint(10, (256,)))
     loader = idist.auto_dataloader(data, batch_size=32, shuffle=True)
     model = nn.Sequential(
         nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,9 +17,9 @@ N_IMAGES = 256  # of 8 by 8 pixels
 
 
 def loader(shuffle):
-    images, labels = load_digits(return_X_y=True)
-    images = torch.tensor(images[:N_IMAGES] / 16, dtype=torch.float32)
-    labels = torch.tensor(labels[:N_IMAGES])
+    drawn = torch.Generator().manual_seed(1)
+    images = torch.rand(N_IMAGES, 64, generator=drawn)
+    labels = torch.randint(10, (N_IMAGES,), generator=drawn)
     return DataLoader(TensorDataset(images, labels), batch_size=16, shuffle=shuffle)
 
 

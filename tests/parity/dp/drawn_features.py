@@ -266,6 +266,8 @@ STATE = {
             "m.t$[0].data[2] = 5",
             "m.t$ = tuple(m.t$)",
             "m.t$ = {0: ints(4, 3), 1: {0: ints(4, 6)}}",
+            "m.t$ = collections.OrderedDict({0: ints(4, 6), 1: [ints(4, 3)]})",
+            "m.t$ = [ints(4, 5).requires_grad_(), [nn.Parameter(ints(4, 6))]]",
             "m.t$ = nn.ParameterList([ints(4, 2), ints(1, 4)])",
         ),
     ),

@@ -123,17 +123,17 @@ def _program(chance: random.Random, names: list[str]) -> tuple[str, list[str], G
 
 
 def each_change() -> Iterator[Program]:
-    """Yield programs with each change of each feature: at once, and after a call.
+    """Yield programs with each change of each feature after a call.
 
-    One more has all changes of a feature, one after the other.
+    Two more have all changes of a feature: at once, and one after the other.
     """
     for name in ALL:
         text, changes, given = _program(random.Random(0), [name])
         first, last = Step((), 7, "train"), Step((), 7, "no_grad")
-        all_ = [first, *(Step((c,), 7, "train") for c in changes), last]
-        yield Program(0, text, all_, given)
+        all_ = [Step((c,), 7, "train") for c in changes]
+        yield Program(0, text, [Step((*changes,), 7, "train"), first, last], given)
+        yield Program(0, text, [first, *all_, last], given)
         for change in (*changes, *(ANYWHERE if name == "linear" else ())):
-            yield Program(0, text, [Step((change,), 7, "train"), first, last], given)
             yield Program(0, text, [first, Step((change,), 7, "twice"), last], given)
 
 

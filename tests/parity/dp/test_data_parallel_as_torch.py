@@ -7,7 +7,7 @@ import warnings
 import paceline
 import pytest
 import torch
-from programs import Made, module
+from programs import module
 from replicas import Twin, assert_same, integers, net, reals, smooth_net, step
 from support.copies import saved_and_loaded
 from torch import nn
@@ -126,16 +126,6 @@ def test_parallel_apply_drops_no_replica(kwargs):
     x = integers(4, 3)
     with pytest.raises(ValueError, match=r"shorter|longer"):
         bare().parallel_apply([net(), net()], [x, x], kwargs)
-
-
-def test_a_forward_may_switch_autocast_on_itself(wrap):
-    @torch.autocast("cpu", torch.bfloat16)
-    def casting(m, x):
-        return m.layer(x)
-
-    ours = wrap(Made(casting, {"layer": nn.Linear(3, 2)}))
-    for _ in range(2):
-        assert ours(torch.ones(4, 3)).dtype is torch.bfloat16
 
 
 def test_gradients_may_be_zeroed_in_forward(wrap):

@@ -31,7 +31,6 @@ from support.ranks import run_ranks, values
 from support.threads import in_threads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
 
 # ---- where replicas run, and what they call ------------------------------------------
 
@@ -298,31 +297,6 @@ def test_a_child_forked_during_a_forward_may_use_the_wrapper_or_is_told(wrap):
     thread.join()
     assert status == 0
     assert torch.equal(ours(X), expected)
-
-
-class ModelData(torch.utils.data.Dataset):
-    """Runs a model in the loader's process."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return self.model(X + index).detach()
-
-
-def test_processes_of_a_loader_may_run_the_module_and_feed_the_wrapper(wrap):
-    twin = Twin(wrap, net())
-    twin.step(step, X)
-    of_each = [
-        list(DataLoader(ModelData(m), num_workers=1)) for m in (twin.inner, twin.plain)
-    ]
-    assert_same(*of_each)
-    for (x,) in DataLoader(TensorDataset(integers(14, 3)), batch_size=7, num_workers=1):
-        twin.zero()
-        twin.step(step, x)
 
 
 def train_inside_ddp(rank, _):

@@ -38,25 +38,6 @@ def wrap(wrap_on_gpus):
     return wrap_on_gpus
 
 
-def test_a_forward_that_begins_to_draw_is_told_of(wrap, caplog):
-    def draws_at_last(m, x):
-        return torch.rand(len(x)).to(x) if m.is_drawing else x.sum(1)
-
-    ours, x = wrap(module(draws_at_last, is_drawing=False), 2), integers(8, 3)
-    for _ in range(2):
-        ours(x)
-    ours.module.is_drawing = True
-    ours(x)
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "paceline"]
-    assert "until a forward draws none" in line
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        drawn.append(ours(x))
-    assert torch.equal(*drawn)
-    assert len(drawn[0].unique()) == 8
-
-
 def test_sixteen_bit_gradients_of_two_replicas_are_rounded_once(wrap):
     module = nn.Linear(4, 4, bias=False).bfloat16()
     ours = wrap(module, 2)
@@ -102,6 +83,25 @@ def test_devices_may_be_named_in_any_order_and_more_than_once(wrap, ids, output)
         x = integers(7, 3).requires_grad_()
         twin.step(lambda m, x: m(x).square().mean(), x, exact=False)
     assert len(twin.ours.device_ids) == len(ids)
+
+
+MIXED = {
+    "add": torch.add,
+    "in place": torch.Tensor.add_,
+    "matrices": torch.mm,
+    "cat": lambda a, b: torch.cat([a, b]),
+    "linear": nn.functional.linear,
+}
+
+
+@pytest.mark.parametrize("operation", MIXED.values(), ids=MIXED)
+def test_tensors_of_two_devices_in_one_operation_are_an_error(wrap, operation):
+    """Otherwise the simulated devices would hide a tensor on the wrong one."""
+    places = wrap.device(0), wrap.device(1), torch.device("cpu")
+    first, second, host = (torch.ones(2, 2, device=place) for place in places)
+    for pair in ((first, second), (second, host), (host, second)):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the"):
+            operation(*pair)
 
 
 def test_a_gpu_that_is_not_there_is_named(wrap):

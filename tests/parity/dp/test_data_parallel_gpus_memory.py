@@ -36,7 +36,6 @@ from replicas import (
 )
 from support import devices, fake_gpus
 from torch import nn
-from torch.ao import quantization
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -274,20 +273,6 @@ def test_tensors_that_no_block_can_hold_travel_by_themselves(wrap, n_gpus):
     for of_one_tensor in zip(*seen[:n_gpus], strict=True):  # each replica has its own
         assert len(set(of_one_tensor)) == n_gpus
     assert_same_grads(ours, plain, exact=False)
-
-
-def test_an_observer_by_channel_sees_its_first_batch(wrap):
-    def forward(m, x):
-        m.observer(m.layer.weight)
-        return m.norm(m.layer(x)) + m.observer.max_val
-
-    observer = quantization.PerChannelMinMaxObserver()
-    norm = nn.BatchNorm1d(5, eps=0).eval()
-    held = {"layer": linear(5).float(), "observer": observer, "norm": norm}
-    twin = Twin(wrap, Made(forward, held))
-    for _ in range(2):
-        twin.zero()
-        twin.step(step, X.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint16])

@@ -11,6 +11,7 @@ from collections import namedtuple
 import paceline
 import pytest
 import torch
+from paceline._native import DeviceGroup
 from replicas import Wrap, assert_same_grads, integer_weights, integers, loss_of
 from support import fake_gpus
 from support.threads import in_threads
@@ -25,8 +26,8 @@ def current(machine):
     return tuple(machine.current_stream(i) for i in range(N)), machine.current()
 
 
-class Native:
-    """Wraps a group's native side."""
+class Noting:
+    """Wraps a native group, or a sum of gradients, whose streams are one member's."""
 
     def __init__(self, native, machine, noted):
         self._native, self._machine, self._noted = native, machine, noted
@@ -35,41 +36,23 @@ class Native:
         return current(self._machine)[0]
 
     def gradient_sum(self, *arguments):
-        return Sum(self._native.gradient_sum(*arguments), self.note_one)
-
-    def note_one(self, name, stream, member):
-        """Note a call with the stream of one member."""
-        now, device = current(self._machine)
-        assert stream == now[member]
-        self._noted.append(Noted(name, now, device))
+        made = self._native.gradient_sum(*arguments)
+        return Noting(made, self._machine, self._noted)
 
     def __getattr__(self, name):
         def call(given, *arguments):
             now, device = current(self._machine)
-            assert given == now
+            is_one = isinstance(given, int)
+            assert given == (
+                now[arguments[0] if name == "pack" else 0] if is_one else now
+            )
             is_compared = name == "broadcast" and arguments[-1] is not None
             self._noted.append(Noted("refresh" if is_compared else name, now, device))
-            return getattr(self._native, name)((0,) * N, *arguments)
+            return getattr(self._native, name)(0 if is_one else (0,) * N, *arguments)
 
-        return call
-
-
-class Sum:
-    """Wraps the sum of a segment's gradients."""
-
-    def __init__(self, native, note):
-        self._native, self._note = native, note
-
-    def __getattr__(self, name):
-        return getattr(self._native, name)
-
-    def pack(self, stream, member, *arguments):
-        self._note("pack", stream, member)
-        return self._native.pack(0, member, *arguments)
-
-    def end(self, stream):
-        self._note("end", stream, 0)
-        self._native.end(0)
+        found = getattr(self._native, name)
+        is_noted = isinstance(self._native, DeviceGroup) or name in ("pack", "end")
+        return call if is_noted else found
 
 
 @pytest.fixture
@@ -103,7 +86,7 @@ def net(machine):
     Net.where = lambda self: current(machine)
     noted = []
     group = ours._engine_for(ours.device_ids).group
-    group.native = Native(group.native, machine, noted)
+    group.native = Noting(group.native, machine, noted)
     return ours, noted, plain
 
 

@@ -14,7 +14,6 @@ from programs import buffer, module, parameter
 from replicas import (
     Twin,
     Wrap,
-    assert_same_grads,
     grow,
     integer_weights,
     integers,
@@ -123,15 +122,6 @@ def norm_net():
     return nn.Sequential(*layers).double()
 
 
-def test_two_graphs_in_flight_keep_their_segments(wrap, small_segments):
-    twin = Twin(wrap, nn.Sequential(linear(9, 9), linear(9, 9)), 3)
-    for model in (twin.ours, twin.plain):
-        losses = [loss_of(model(integers(7, 9, seed=seed))) for seed in range(2)]
-        for loss in losses:
-            loss.backward()
-    assert_same_grads(twin.inner, twin.plain)
-
-
 def test_a_training_step_moves_each_byte_once(wrap, small_segments):
     ours = wrap(nn.Sequential(linear(32, 8), linear(8, 32)), 4)
     x = integers(8, 8).to(wrap.device())
@@ -143,21 +133,6 @@ def test_a_training_step_moves_each_byte_once(wrap, small_segments):
     rows = 3 * x.nbytes // 4
     assert moved["there"] == moved["back"] == 3 * n_bytes
     assert moved["beside"] == 3 * rows  # inputs; outputs, and their gradients
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "expected"),
-    [
-        (1, 1 << 20),
-        (90 << 20, 15 << 20),
-        (300 << 20, 16 << 20),
-        (1400 << 20, 22937600),
-        (1 << 40, 32 << 20),
-    ],
-)
-def test_large_models_have_larger_segments(n_bytes, expected):
-    assert segments._segment_bytes(n_bytes) == expected
-    assert expected % 64 == 0
 
 
 def test_a_model_of_many_segments_trains(wrap, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from paceline._dp.replicate import is_replica
 from programs import InParts, Made, X, grown, module, parameter
-from replicas import ON_EACH, ON_GPUS, Twin, assert_same, grads_of, linear, loss_of
+from replicas import ON_EACH, ON_GPUS, Twin, assert_same, linear
 from support import devices
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -181,48 +181,11 @@ def test_gpus_with_one_seed_draw_apart_and_others_as_they_would(wrap, seeds):
     assert len({str(mask.tolist()) for *masks, _ in ours for mask in masks}) == 6
 
 
-@ON_GPUS
-def test_states_of_generators_that_are_put_back_draw_the_same(wrap):
-    """Also if all have one state; each call of a program may draw other numbers."""
-    ours, generators = wrap(dropped()), devices.native.generators[:2]
-    states = [generators[0].manual_seed(seed).get_state() for seed in (3, 4)]
-
-    def drawn(*states):
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        return ours(ONES)[4:]
-
-    first, second = (drawn(state, state) for state in states)
-    assert not torch.equal(first, second)
-    after = [generator.get_state() for generator in generators]
-    third = ours(ONES)[4:]
-    assert_same([drawn(states[0], states[0]), drawn(*after)], [first, third])
-
-
 def test_evaluation_draws_nothing(wrap):
     twin = Twin(wrap, dropped().eval())
     before = torch.get_rng_state()
     twin.compare(lambda model, x: model(x), ONES)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_all_ways_to_draw_are_repeatable(wrap):
-    def noisy(m, x):
-        own = torch.Generator().manual_seed(len(x))
-        fixed = torch.rand(len(x), 3, generator=own)
-        noise = torch.randn_like(x) + torch.rand(len(x), 1)
-        return noise, fixed, torch.randperm(100)[: len(x)]
-
-    ours, outputs = wrap(module(noisy)), []
-    for _ in range(2):
-        torch.manual_seed(1)
-        outputs.append([ours(X) for _ in range(3)])
-    assert_same(*outputs)
-    noise, fixed, permuted = outputs[0][0]
-    own = torch.Generator().manual_seed(3)
-    assert torch.equal(fixed[4:], torch.rand(3, 3, generator=own))
-    for drawn in (noise, permuted):
-        assert not torch.equal(drawn[:3], drawn[4:])
 
 
 # ---- masks, and recomputation -------------------------------------------------------
@@ -264,31 +227,6 @@ def test_checkpoints_draw_the_same_masks_again(wrap, place, use_reentrant):
         torch.rand(5)  # the stream goes on before backward
         out.sum().backward()
         assert torch.equal(x.grad, out.detach().cpu())
-
-
-@ON_EACH
-@BOTH_KINDS
-def test_checkpoints_in_checkpoints_repeat_the_random_numbers(wrap, use_reentrant):
-    def keep(m, function, x):
-        again = functools.partial(checkpoint, use_reentrant=use_reentrant)
-        return again(function, x) if m.saves_memory else function(x)
-
-    def forward(m, x):
-        def block(x):
-            return m.drop(m.layer(x)).square()
-
-        return keep(m, lambda x: keep(m, block, x) + x, x)
-
-    ours = wrap(module(forward, layer=linear(), drop=nn.Dropout(0.5)))
-    results = []
-    for ours.module.saves_memory in (True, False):
-        ours.zero_grad()
-        torch.manual_seed(5)
-        x = grown()
-        out = ours(x)
-        loss_of(out).backward()
-        results.append([out, x.grad, grads_of(ours)])
-    assert_same(*results)
 
 
 # ---- generators that the model holds ------------------------------------------------

@@ -191,12 +191,6 @@ def test_no_gradient_may_arrive_for_a_parameter_that_a_forward_has_replaced(
     assert_same_grads(ours, plain)
 
 
-def test_a_parameter_must_not_be_on_another_device(wrap):
-    made = module(lambda m, x: m.layer(x), layer=linear(), away=linear().to("meta"))
-    with pytest.raises(RuntimeError, match="meta"):
-        wrap(made)(X)
-
-
 def test_a_layer_that_a_forward_has_made_is_trained_from_then_on(wrap):
     ours = wrap(module(grows, **OWN))
     with pytest.raises(RuntimeError, match=r"has made the parameter .* bare module"):
@@ -222,32 +216,7 @@ def test_a_buffer_that_only_replicas_let_grow_does_no_lasting_harm(wrap):
     twin.step(step, x)
 
 
-NO_ROWS = ValueError, "must have the same number of rows"
 # name: (arguments, error, pattern of the message)
-CALLS = {
-    "too few columns": ((X[:, :2], X), RuntimeError, "cannot be multiplied"),
-    "sizes that disagree": (
-        (X, integers(5, 4)),
-        ValueError,
-        r"(\b7\b.*\b5\b|\b5\b.*\b7\b).*replicate",
-    ),
-    "too many numbers": ((X, torch.ones(3)), *NO_ROWS),
-    "numbers that differ": ((X, torch.tensor([1.0, 2.0])), *NO_ROWS),
-    "numbers in two dimensions": ((X, torch.ones(2, 3)), *NO_ROWS),
-    "an unknown keyword": ((X,), TypeError, "unexpected keyword arg"),
-}
-
-
-@pytest.mark.parametrize("what", CALLS)
-def test_what_a_caller_must_not_do_is_one_clear_error(wrap, what):
-    def forward(m, x, y):
-        return m.left(x) + m.right(y)
-
-    args, error, words = CALLS[what]
-    ours = wrap(module(forward, left=linear(2), right=linear(2, 4)))
-    with pytest.raises(error, match=f"(?s){words}"):
-        ours(*args, **({} if len(args) == 2 else {"words": 3}))
-    assert ours(X, integers(7, 4)).shape == (7, 2)
 
 
 def test_a_lazy_module_works_once_it_is_initialized(wrap):

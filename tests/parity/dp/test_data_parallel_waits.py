@@ -4,7 +4,6 @@ A wait counts after 2 s: here after 0.05 s.
 """
 
 import contextlib
-import itertools
 import os
 import queue
 import signal
@@ -47,27 +46,6 @@ class Barrier:
         return total
 
 
-class Master:
-    """A sum over replicas: the first sums what the others send it by a queue."""
-
-    def __init__(self, n):
-        self.n, self.numbers = n, itertools.count()
-        self.sent, self.back = queue.Queue(), queue.Queue()
-
-    def __deepcopy__(self, memo):
-        return type(self)(1)
-
-    def total(self, part):
-        if next(self.numbers) % self.n:
-            self.sent.put(part)
-            return self.back.get(timeout=60).to(part.device)
-        parts = [part, *(self.sent.get(timeout=60) for _ in range(1, self.n))]
-        total = sum(each.to(part.device) for each in parts)
-        for _ in range(1, self.n):
-            self.back.put(total)
-        return total
-
-
 def sums_up(m, x):
     y = m.first(x)
     return m.last(y + m.meeting.total(y.sum(0)))
@@ -95,14 +73,11 @@ def test_the_function_learns_once_that_replicas_wait(wrap, caplog):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("kind", [Barrier, Master])
 @ON_EACH
-def test_replicas_that_wait_for_one_another_give_the_plain_results(
-    wrap, kind, n, caplog
-):
-    made = module(sums_up, first=linear(), last=net(), meeting=kind(1))
+def test_replicas_that_wait_for_one_another_give_the_plain_results(wrap, n, caplog):
+    made = module(sums_up, first=linear(), last=net(), meeting=Barrier(1))
     twin = Twin(wrap, made, n)
-    twin.inner.meeting = kind(n)
+    twin.inner.meeting = Barrier(n)
     for _ in range(3):
         twin.step(step, X.clone().requires_grad_())
     for model in twin.models:

@@ -14,7 +14,6 @@ ON_THE_CPU_ALONE = {
     ),
     "NumPy reads the memory of the CPU alone": (
         "arrays_are_split_and_come_back_as_arrays",
-        "the_form_of_outputs_may_change_from_call_to_call",
         "outputs_have_the_plain_form_and_gradients[arrays]",
         "trained_weights_are_clipped_by_what_the_rows_are[clip_by_numpy at once]",
         "trained_weights_are_clipped_by_what_the_rows_are[clip_by_numpy later]",

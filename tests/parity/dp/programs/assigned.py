@@ -1,7 +1,5 @@
 """Forwards that assign parts and parameters to their module."""
 
-from collections import OrderedDict
-
 import torch
 from replicas import F64, bare, integers, linear, loss_of
 from torch import nn
@@ -10,24 +8,9 @@ from torch.nn import functional
 from programs import buffer, module, parameter, program, steps, uses
 
 
-def activation(m, x):
-    m.act = nn.ReLU()
-    return m.act(m.layer(x))
-
-
 def loss_with_a_buffer(m, x):
     m.criterion = nn.CrossEntropyLoss(m.weights, reduction="none")
     return m.criterion(m.layer(x), (x[:, 0] > 0).long())[:, None] * x
-
-
-def list_of_activations(m, x):
-    m.acts = nn.ModuleList([nn.ReLU(), nn.Identity()])
-    return m.acts[1](m.acts[0](m.layer(x)))
-
-
-def sequence_of_its_parts(m, x):
-    m.both = nn.Sequential(m.layer, nn.ReLU(), m.last)
-    return m.both(x)
 
 
 def only_once(m, x):
@@ -49,10 +32,7 @@ def fewer_parts(m, x):
 
 
 MADE = (
-    activation,
     loss_with_a_buffer,
-    list_of_activations,
-    sequence_of_its_parts,
     only_once,
     frozen_parameters,
     fewer_parts,
@@ -111,39 +91,3 @@ def a_parameter_that_is_replaced_after_its_use_gets_its_gradient(model):
         losses.append(loss_of(model(integers(7, 3, seed=seed))))
     sum(losses).backward()
     return [weight.grad for weight in weights]
-
-
-@program(
-    steps(n=3),
-    {
-        "list": {"kept": [integers(3, seed=1), integers(3, seed=2)]},
-        "tuple": {"kept": (integers(3, seed=1), integers(3, seed=2))},
-        "after None": {"kept": [None, integers(3, seed=2), integers(3, seed=1)]},
-        "dict": {"kept": {"a": integers(3, seed=1), "b": integers(3, seed=2)}},
-        "lists in a dict": {"kept": {"a": [integers(3)], "b": [integers(3, seed=2)]}},
-        "ordered": {"kept": OrderedDict(a=integers(3), b=integers(3, seed=2))},
-        "trained": {"kept": [parameter(integers(3)), integers(3).requires_grad_()]},
-    },
-    layer=linear(),
-    init=lambda m: setattr(m, "kept", there(m.kept)),
-)
-def tensors_in_an_attribute_are_on_the_device_of_the_replica(m, x):
-    kept = list(m.kept.values()) if isinstance(m.kept, dict) else m.kept
-    kept = [each for one in kept for each in (one if type(one) is list else [one])]
-    first, last = [each for each in kept if each is not None]
-    return m.layer(x) * first + last
-
-
-def there(value):
-    """Return tensors in containers, on the current device."""
-    if isinstance(value, dict):
-        return type(value)((key, there(each)) for key, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(there, value))
-    here = torch.empty(0).device
-    return value if value is None or value.device == here else moved(value, here)
-
-
-def moved(tensor, device):
-    made = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-    return nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made

@@ -1,13 +1,11 @@
 """Forwards that write buffers, statistics, hidden state and attributes."""
 
 import torch
-from replicas import F64, bare, integer_weights, integers, linear, loss_of
+from replicas import F64, bare, integer_weights, integers, linear
 from torch import nn
 from torch.ao import quantization
 
-from programs import CPU, THREE, X, buffer, parameter, program, steps, trains, uses
-
-ZERO = torch.zeros(1, **F64)
+from programs import THREE, X, buffer, program, steps, trains, uses
 
 
 def ten(m):
@@ -68,36 +66,6 @@ def second_gradients_go_through_batch_norm(model, x):
     for _ in range(2):
         (slope,) = torch.autograd.grad(model(x / 4).exp().sum(), x, create_graph=True)
         slope.square().sum().backward()
-
-
-def of_sizes(model):
-    for n in (7, 7, 1, 7):
-        loss_of(model(integers(n, 3, seed=n))).backward()
-
-
-def spike(m, name, x):
-    """Update a membrane that decays, and that first takes the shape of its input."""
-    state = getattr(m, name)
-    state = (state if state.shape == x.shape else torch.zeros_like(x)) * m.rate + x
-    setattr(m, name, state)
-    return (state > 1) + state - state.detach()
-
-
-@program(
-    of_sizes,
-    {
-        "buffers": {"one": buffer(torch.zeros(0), False), "two": buffer(ZERO, False)},
-        "attributes": {"one": torch.zeros(0), "two": ZERO},
-    },
-    first=linear(4),
-    last=linear(2, 4),
-    rate=parameter(torch.tensor(0.5, **F64)),
-    exact=False,
-    on=CPU,
-)
-def a_forward_resets_its_hidden_state_and_runs_some_steps(m, x):
-    m.one, m.two = torch.zeros_like(m.one), torch.zeros_like(m.two)
-    return sum(spike(m, "two", m.last(spike(m, "one", m.first(x)))) for _ in range(3))
 
 
 @program(steps(n=4), layer=linear(), calls=0, last=None, table=None, in_parts=True)

@@ -1,7 +1,5 @@
 """Uses of a graph: grad, backward, their order, threads, and what is kept."""
 
-import copy
-
 import pytest
 import torch
 from replicas import (
@@ -47,14 +45,6 @@ def gradients_are_those_that_are_asked_for(model, target):
         seen += [x.grad, *grads_of(model)]
     loss_of(model(X)).backward()
     return seen
-
-
-@uses(net)
-def grad_may_stop_at_the_output(model, x):
-    out = model(x)
-    (slope,) = torch.autograd.grad(loss_of(out.square()), out, retain_graph=True)
-    out.backward(slope)
-    return slope
 
 
 @uses(net)
@@ -226,22 +216,6 @@ def forward_and_backward_may_run_in_other_threads(model, x):
         in_threads(lambda _: loss_of(model(x)).backward(), 1)
 
 
-@uses(net)
-def one_backward_may_go_through_two_wrappers_in_a_thread(model):
-    other = beside(model, net(1))
-    total = loss_of(model(X)) + 2 * loss_of(other(X[:5]))
-    in_threads(lambda _: total.backward(), 1)
-    return grads_of(other)
-
-
-@uses(net)
-def graphs_may_be_left_half_way(model):
-    model(X)  # the output is dropped
-    loss_of(model(X))  # the loss is dropped
-    losses = [step(model, integers(7, 3, seed=seed)) for seed in range(2)]
-    losses.pop().backward()
-
-
 HEADS = module(lambda m, x: (m.one(x), m.other(x)), one=net(), other=net(1))
 
 
@@ -337,20 +311,6 @@ def backwards_in_several_threads_add_up(model):
     x = integers(64, 64)
     for _ in range(4):
         in_threads(lambda i: model(x * i).sum().backward())
-
-
-@uses(smooth_net, exact=False)
-def several_threads_train_models_of_their_own(model):
-    def train(other):
-        optimizer = torch.optim.SGD(other.parameters(), 1e-3)
-        for seed in range(5):
-            optimizer.zero_grad()
-            step(other, integers(7, 3, seed=seed)).backward()
-            optimizer.step()
-        return list(other.parameters())
-
-    own = [copy.deepcopy(model) for _ in range(3)]
-    return in_threads(lambda i: train(own[i]), 3)
 
 
 @uses(

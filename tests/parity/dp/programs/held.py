@@ -3,7 +3,7 @@
 import weakref
 
 import torch
-from replicas import F64, bare, integer_weights, integers, linear, reals
+from replicas import F64, integer_weights, integers, linear, reals
 from torch import nn
 from torch.nn import functional
 
@@ -146,22 +146,6 @@ class NegatedGradient(torch.autograd.Function):
 @program(weight=parameter(integers(3)))
 def gradients_that_are_lazily_negated_keep_their_sign(m, x):
     return x * NegatedGradient.apply(m.weight)
-
-
-@program(
-    real=parameter(torch.tensor(2.0, **F64)), imag=parameter(torch.tensor(3.0, **F64))
-)
-def the_imaginary_part_of_a_conjugate_is_trained(m, x):
-    out = torch.complex(x, x + 1) * torch.complex(m.real, m.imag).conj()
-    return torch.view_as_real(out.resolve_conj())
-
-
-@uses(lambda: linear(), [torch.float16, torch.bfloat16])
-def sixteen_bits_are_exact(model, dtype):
-    bare(model).to(dtype)
-    x = integers(7, 3, low=-1, high=1).to(dtype).requires_grad_()
-    model(x).sum().backward()
-    return x.grad
 
 
 def rows_of_a_table(seed):

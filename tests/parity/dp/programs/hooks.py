@@ -153,17 +153,6 @@ def a_hook_of_one_unused_parameter_is_not_called(model, which, is_late):
 
 
 @uses(net)
-def hooks_of_outputs_and_inputs_see_all_rows(model, x):
-    seen = []
-    x.register_hook(seen.append)
-    out = model(x)
-    out.register_hook(lambda grad: seen.append(grad) or 2 * grad)
-    out.retain_grad()
-    loss_of(out).backward()
-    return seen, out.grad
-
-
-@uses(net)
 def hooks_for_several_gradients_see_the_totals(model):
     seen = []
     handle = torch.autograd.graph.register_multi_grad_hook(
@@ -265,16 +254,6 @@ def checkpoints_inside_the_module_work(m, x):
     return checkpoint(m.last, out, use_reentrant=m.again)
 
 
-@uses(net, BOTH, on=THREE)
-def checkpoints_around_the_wrapper_work(model, x, use_reentrant):
-    def around(x):
-        return checkpoint(model, x, use_reentrant=use_reentrant)
-
-    for rows in (7, 2):  # calls of two sizes, too
-        model.zero_grad()
-        loss_of(around(x)[:rows] * around(x[:rows] + 1)).backward()
-
-
 @uses(net, BOTH)
 def checkpoints_around_may_be_nested_and_asked_twice(model, x, use_reentrant):
     def inner(x):
@@ -310,29 +289,6 @@ def a_wrapper_may_be_checkpointed_by_itself_and_inside_another(model, x, use_ree
         loss.backward()
         assert sorted(sizes) == sorted(2 * in_forward)
     return grads_of(outer)
-
-
-OPTIONS = {
-    "no determinism": {"determinism_check": "none"},
-    "no random numbers": {"preserve_rng_state": False},
-    "contexts": {"context_fn": checkpoints.noop_context_fn},
-}
-
-
-@uses(
-    module(
-        lambda m, x: checkpoint(m.layers, x, use_reentrant=False, **m.options),
-        layers=net(),
-        options={},
-    ),
-    OPTIONS,
-)
-def checkpoints_may_have_options_inside_and_around(model, options):
-    loss_of(checkpoint(model, X, use_reentrant=False, **options)).backward()
-    bare(model).options = options
-    with checkpoints.set_checkpoint_early_stop(False):
-        step(model, X).backward()
-    step(model, X).backward()
 
 
 def two_outputs(m, x):

@@ -1,11 +1,6 @@
 """Inputs: every kind of argument reaches the replicas as users wrote it."""
 
-import collections
 import dataclasses
-import fractions
-import functools
-import math
-import pathlib
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +13,6 @@ from replicas import (
     integers,
     linear,
     loss_of,
-    loss_of_all,
     net,
     reals,
 )
@@ -115,12 +109,6 @@ def arguments_of_a_call_arrive(model):
     return seen
 
 
-@uses(module(lambda m, *, x, extra=None: m.layers(x), layers=net()), [[], {}, ((),)])
-def empty_containers_may_stand_beside_a_tensor(model, empty):
-    loss_of(model(x=X, extra=empty)).backward()
-    loss_of(model(x=X + 1)).backward()
-
-
 class Point(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
@@ -131,12 +119,6 @@ class Record:
     a: torch.Tensor
     b: torch.Tensor | None = None
     note: str = "none"
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenRecord:
-    a: torch.Tensor
-    b: torch.Tensor
 
 
 class Pair:
@@ -154,24 +136,9 @@ pytree.register_pytree_node(
 )
 
 
-def of_names(v):
-    return v.a, v.b
-
-
 # name: (makes the nesting of two tensors, finds them in it)
 NESTINGS = {
-    "tuple": (lambda a, b: (a, b), lambda v: v),
-    "list": (lambda a, b: [a, "skipped", b], lambda v: (v[0], v[2])),
-    "dict": (lambda a, b: {"b": b, "a": a}, lambda v: (v["a"], v["b"])),
-    "ordered dict": (
-        lambda a, b: collections.OrderedDict(b=b, a=a),
-        lambda v: (v["a"], v["b"]),
-    ),
-    "dict of integers": (lambda a, b: {1: a, 2: b, 3: None}, lambda v: (v[1], v[2])),
-    "namedtuple": (Point, of_names),
-    "dataclass": (lambda a, b: Record(a, b, "kept"), of_names),
-    "frozen dataclass": (FrozenRecord, of_names),
-    "registered": (lambda a, b: Pair(a, b, "kept"), of_names),
+    "registered": (lambda a, b: Pair(a, b, "kept"), lambda v: (v.a, v.b)),
     "deep": (
         lambda a, b: {"x": [((a,), {"y": Point(a, [Record(b, b)])})], "z": ()},
         lambda v: (v["x"][0][0][0], v["x"][0][1]["y"].b[0].b),
@@ -195,228 +162,6 @@ def nested_arguments_keep_their_form(model):
         loss_of(out[0]).backward()
         seen.append([out, a.grad, b.grad])
     return seen
-
-
-class Settings:
-    """An object of the user, who may change it between calls."""
-
-    def __init__(self, power):
-        self.power = power
-
-    def __repr__(self):
-        return f"Settings({self.power})"
-
-
-def double(x):
-    return 2 * x
-
-
-THINGS = [
-    *[torch.float32, torch.device("cpu"), torch.Size([1, 2]), slice(0, 2), range(3)],
-    *[{1}, fractions.Fraction(1, 3), pathlib.PurePosixPath("a/b"), Settings],
-    *[Settings(2), [{"a": Settings(2)}, (Settings(3), ...)], {"a": [1, "b"], 2: None}],
-    *[(math.inf, -0.0), double, lambda x: x * 3, functools.partial(double)],
-    lambda x: x * 2,
-]
-
-
-def described(m, x, thing):
-    if callable(thing) and not isinstance(thing, type):
-        return m.layer(thing(x)), "called"
-    return m.layer(x), repr(thing)
-
-
-@uses(module(described, layer=linear()))
-def objects_of_any_kind_are_given_to_each(model):
-    settings, seen = Settings(1), []
-    for settings.power, thing in enumerate(THINGS):
-        out = alike(model(X, thing))
-        loss_of(out[0]).backward()
-        seen += [out, alike(model(X, settings))]
-    return seen
-
-
-def append(log, row):
-    log.append(row)
-
-
-# name: (makes a container, fills it)
-FILLS = {
-    "an empty list": (list, append),
-    "a dict": (dict, lambda log, row: log.update({row: True})),
-    "a default dict": (
-        lambda: collections.defaultdict(list),
-        lambda log, row: log["rows"].append(row),
-    ),
-    "a deque": (collections.deque, append),
-    "a list beside a tensor": (
-        lambda: {"x": X, "rows": []},
-        lambda v, row: v["rows"].append(row),
-    ),
-    "a dict in a dataclass": (
-        lambda: Record(X, note={}),
-        lambda v, row: v.note.setdefault("rows", []).append(row),
-    ),
-}
-
-
-def writing(m, x, cache, order):
-    cache.setdefault("doubled", x * 2)
-    order["n"] += 1
-    order["columns"].reverse()
-    return m.layer(x[:, order["columns"]] + cache["doubled"]) * order["n"]
-
-
-@uses(module(writing, layer=linear()), on=THREE)
-def a_replica_does_not_see_what_another_writes_to_a_container(model):
-    out = model(X, {"step": 0}, {"n": 0, "columns": [0, 2, 1]})
-    loss_of(out).backward()
-    return out
-
-
-def filling(m, x, log, fill):
-    for row in x[:, 0].tolist():
-        fill(log, row)
-    return m.layer(x)
-
-
-@uses(module(filling, layer=linear()), on=THREE)
-def empty_containers_are_filled_by_all(model):
-    seen = []
-    for make, fill in FILLS.values():
-        logs = [make(), make(), make()]
-        marked = logs[2] if model is bare(model) else paceline.replicate(logs[2])
-        for log in (*logs[:2], marked):
-            out = model(X, log, fill)
-            loss_of(out).backward()
-            seen.append(out)
-        inside = [log.note if isinstance(log, Record) else log for log in logs]
-        seen += [
-            sorted(map(str, log.get("rows", log) if isinstance(log, dict) else log))
-            for log in inside
-        ]
-    return seen
-
-
-@dataclasses.dataclass
-class Node:
-    x: torch.Tensor
-    parent: "Node | None" = None
-    children: list | tuple = ()
-
-
-def family(a, b):
-    root = Node(a)
-    root.children = [Node(b, root), Node(a, root)]
-    return root
-
-
-def of_family(root):
-    assert all(child.parent is root for child in root.children)
-    return root.children[1].x, root.children[0].x
-
-
-def ring(a, b):
-    first, second = Node(a), Node(b)
-    first.parent, second.parent = second, first
-    return [first, {"second": second}]
-
-
-def of_ring(value):
-    first, second = value[0], value[1]["second"]
-    assert first.parent is second
-    assert second.parent is first
-    return first.x, second.x
-
-
-def around(value, name):
-    """Return a container that holds itself."""
-    if name is None:
-        value.append(value)
-    elif isinstance(value, dict):
-        value[name] = value
-    else:
-        setattr(value, name, (value,))
-    return value
-
-
-def of_list(value):
-    assert value[2] is value
-    return value[:2]
-
-
-def of_dict(value):
-    assert value["itself"] is value
-    return value["a"], value["b"]
-
-
-def of_tuple(value):
-    assert value.children[0] is value
-    return value.x, value.parent.x
-
-
-LINKED = {
-    "a family": (family, of_family),
-    "a ring in a list": (ring, of_ring),
-    "a list in itself": (lambda a, b: around([a, b], None), of_list),
-    "a dict in itself": (lambda a, b: around({"b": b, "a": a}, "itself"), of_dict),
-    "through a tuple": (lambda a, b: around(Node(a, Node(b)), "children"), of_tuple),
-}
-
-
-def linked(m, graph, make, find):
-    a, b = find(graph)
-    return make(m.left(a), m.right(b))
-
-
-@uses(module(linked, left=linear(2), right=linear(2, 4)), LINKED, on="cpu3 gpu2")
-def values_may_lead_back_to_themselves(model, make, find):
-    a, b = grown(integers(7, 3)), grown(integers(7, 4))
-    y, z = find(model(make(a, b), make, find))
-    (loss_of(y) + 2 * loss_of(z)).backward()
-    return y, z, a.grad, b.grad
-
-
-# ---- several rows for each ----------------------------------------------------------
-
-
-def each_with_its_own(m, x, more, most, names):
-    """For each row of x there are some rows of `more`, and still more of `most`."""
-    y = m.left(x).repeat_interleave(len(more) // len(x), 0) + m.right(more)
-    sums = most.reshape(len(x), -1).sum(1, keepdim=True)
-    return y, {"choices": y.reshape(len(x), -1, 3), "sums": sums * m.left(x)}, names
-
-
-MULTIPLES = {"pairs": (2, 2), "choices": (4, 1), "proposals": (5, 3)}
-
-
-@uses(module(each_with_its_own, left=linear(), right=linear(3, 2)), MULTIPLES, on=THREE)
-def several_rows_belong_to_each_row(model, k, n):
-    seen = []
-    for n_rows in (7, 6, 2, 1, 3, 9):
-        x, more = grown(integers(n_rows, 3)), grown(integers(n_rows * k, 2))
-        most = grown(integers(n_rows * k * n, 1))
-        out = alike(model(x, more, most, "name"))
-        loss_of_all(out).backward()
-        seen.append([out, x.grad, more.grad, most.grad])
-    return seen
-
-
-@uses(module(lambda m, x, more: (m.layer(x), more * 2), layer=linear()), on="cpu cpu3")
-def several_rows_of_an_array_belong_to_each_row(model):
-    arrays = [integers(3 * n, 2).numpy() for n in (7, 2, 1)]
-    return [model(integers(len(a) // 3, 3), a) for a in arrays]
-
-
-@uses(
-    module(lambda m, x, packed: (m.layer(x), packed), layer=linear()),
-    on="cpu cpu3",
-)
-def several_packed_sequences_belong_to_each_row(model):
-    sequences = [integers(n, 2, seed=n) for n in (1, 3, 2, 4, 2, 1)]
-    packed = rnn.pack_sequence(sequences, enforce_sorted=False)
-    out = model(integers(3, 3), packed)
-    return out[0], rnn.unpack_sequence(out[1])
 
 
 TABLES = {
@@ -481,13 +226,15 @@ def arrays_are_split_and_come_back_as_arrays(model):
     return outs
 
 
-@uses(ECHO, {dtype: getattr(torch, dtype) for dtype in DTYPES})
-def inputs_of_any_dtype_arrive_as_they_are(model, dtype):
-    x = integers(7, 3).to(dtype).requires_grad_(dtype.is_floating_point)
-    out = alike(model(x))
-    assert out[2] == str(dtype)
-    loss_of(out[0]).backward()
-    return out, x.grad
+@uses(ECHO)
+def inputs_of_any_dtype_arrive_as_they_are(model):
+    seen = []
+    for dtype in [getattr(torch, name) for name in DTYPES]:
+        x = integers(7, 3).to(dtype).requires_grad_(dtype.is_floating_point)
+        out = alike(model(x))
+        loss_of(out[0]).backward()
+        seen.append([out, x.grad])
+    return seen
 
 
 VIEWS = {

@@ -1,8 +1,8 @@
 """Models of common kinds, modules made by other tools, and odd ones."""
 
 import torch
+import torch._dynamo  # at collection: the garbage collector leaves it out from then on
 from replicas import (
-    F64,
     Parent,
     accumulate,
     bare,
@@ -19,7 +19,7 @@ from replicas import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from programs import Made, X, grown, module, trains, uses
+from programs import Made, X, trains, uses
 
 
 def holder(inner, again=None):
@@ -96,15 +96,9 @@ def convolutions():
     ).double()
 
 
-def attention():
-    made = nn.MultiheadAttention(8, 2, batch_first=True).double()
-    return module(lambda m, x: m.attention(x, x, x), attention=made)
-
-
 MAKES = {
     "transformer": (transformer, (7, 5, 8)),
     "convolutions": (convolutions, (7, 2, 4, 4)),
-    "attention": (attention, (7, 5, 8)),
 }
 
 for name, (make, shape) in MAKES.items():
@@ -126,32 +120,6 @@ def a_wrapper_takes_what_it_has_returned(model, x, is_detached):
         state = model(state.detach() if is_detached else state)
         loss = loss + loss_of(state)
     loss.backward()
-
-
-def counting(m, *, first=None, x, last=None):
-    told = [t for t in (first, last) if t is not None]
-    assert all(len(t) == 1 for t in told), "one row a replica"
-    return m.layer(x) / sum(t.sum() for t in told)
-
-
-@uses(module(counting, layer=linear()), [1, 2, 7])
-def a_number_may_be_repeated_once_for_each_replica(model, n_rows):
-    """As Hugging Face's Trainer does: torch's class splits each tensor separately."""
-    x, number, outs = integers(n_rows, 3), torch.tensor([5.0]), []
-    n = len(getattr(model, "device_ids", "1"))
-    for each in (number.expand(n), number.unsqueeze(0).expand(n, -1) / 1):
-        outs += [model(x=x, last=each), model(first=each, x=x)]
-        outs.append(model(first=each, x=x, last=each))
-    return outs
-
-
-class Marked(torch.Tensor):
-    """A subclass with a meaning."""
-
-
-@uses(module(lambda m, x: torch.full((len(x),), float(type(x) is Marked))))
-def tensors_of_a_subclass_keep_their_type(model):
-    return model(X.as_subclass(Marked))
 
 
 @uses(smooth_net, exact=False)
@@ -176,16 +144,3 @@ def a_checkpoint_round_a_wrapper_in_a_wrapper(model, use_reentrant):
     n = len(getattr(model, "device_ids", "1"))
     step(outer, integers(6, 3)).backward()
     assert n_rows == [6 // n] * 2 * n
-
-
-@uses(net, {"at once": False, "later": True})
-def functional_calls_work_round_the_wrapper(model, is_late):
-    outer, weight = Parent(model), grown(torch.full((4, 3), 2.0, **F64))
-    if is_late:
-        model(X)
-    name = next(name for name, _ in outer.named_parameters())
-    out = torch.func.functional_call(outer, {name: weight * 2}, (X,))
-    loss_of(out).backward()
-    assert next(bare(model).parameters()).grad is None
-    step(outer, X).backward()
-    return out, weight.grad

@@ -20,7 +20,6 @@ from replicas import (
     step,
 )
 from support.failing import FailsInBackward
-from support.threads import in_threads
 from torch import func, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -52,7 +51,6 @@ def every_order_is_exact(model):
 
 TARGETS = {
     "input": lambda model, x: [x],
-    "weights": lambda model, x: list(model.parameters()),
     "one weight": lambda model, x: [next(iter(model.parameters()))],
     "both": lambda model, x: [x, *model.parameters()],
 }
@@ -111,12 +109,6 @@ def wrappers_in_a_row_pass_graphs_on(model):
     slopes = slopes_of(loss_of(out), [x, middle, *model.parameters()])
     squares_of(slopes).backward()
     return slopes, x.grad, grads_of(last)
-
-
-@uses(Power)
-def second_orders_may_run_in_another_thread(model):
-    x = grown()
-    return in_threads(lambda _: torch.autograd.grad(penalty_on(model, x), x), 1)
 
 
 # ---- models -------------------------------------------------------------------------

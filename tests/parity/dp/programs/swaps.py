@@ -1,8 +1,6 @@
 """Weights that change owner, form and memory between forwards and their backward."""
 
 import contextlib
-import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -140,17 +138,6 @@ def a_call_that_fails_leaves_graphs_and_weights_alone(model):
             model(bad)
         kept.append(with_other_weights(model, "written", first))
     return kept
-
-
-@uses(smooth_net, exact=False)
-def copies_may_be_made_and_trained_before_a_backward(model):
-    out = model(X)
-    twin, read = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    grow(twin)
-    step(twin, X).backward()
-    step(read, X).backward()
-    loss_of(out).backward()
-    return [p.grad for p in (*twin.parameters(), *read.parameters())]
 
 
 def evaluated_before_its_backward(model, n=2):
