@@ -157,7 +157,7 @@ hosts: $(INSTALLED) $(DEPENDENCIES) ## DistributedDataParallel across hosts: its
 	FUZZ=$(or $(FUZZ),100) $(PY) -m pytest -q -m long tests/ranks/test_hosts.py
 	$(PY) -m pytest -q -m long tests/hostile
 
-# MATRIX=3.13 takes one row, TORCH=2.15.0rc1 another torch than the table's.
+# MATRIX=3.13 takes one row, TORCH=2.14.1 another torch than the table's.
 .PHONY: matrix
 matrix: ## the Python suite with other Pythons and torches; build/matrix/table.md
 	$(PYTHON) tests/matrix/run.py $(MATRIX) $(addprefix --torch ,$(TORCH)) $(MATRIX_FLAGS)

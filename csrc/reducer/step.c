@@ -239,10 +239,12 @@ static pl_status enter(pl_step *self, size_t i, long context, int *is_in_step)
         if (context == PL_NO_CONTEXT)
             PL_TRY(pli_grads_note(self, i));
         self->autograd_context = context;
-    } else if (self->autograd_context != context) {
+    } else if (self->autograd_context != context ||
+               self->reducer->phase != REDUCER_FILLING) {
         PL_FAIL(PL_ESTATE,
                 "a model got gradients from two backwards at once, one of them through "
-                "torch.distributed.autograd: run one after the other");
+                "torch.distributed.autograd or before finalize_backward(): run one "
+                "after the other");
     }
     /* The end of an inner backward may be over: the outer backward needs its own. */
     if (self->settings->n_ends == 0 && !self->settings->is_compiled)

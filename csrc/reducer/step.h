@@ -154,6 +154,7 @@ typedef struct pl_step_settings {
     char is_strict;        /* as torch, raises at a second gradient in one backward */
     char follows_forwards; /* a backward without a forward of the wrapper is local */
     char ends_with_step;   /* after a step no parameter awaits a gradient */
+    char is_manual; /* a backward's end only closes its step: the user finishes it */
     /* Of the backward under way. */
     char is_compiled; /* no call comes at its end */
     int n_ends;       /* calls at its end that are queued */

@@ -584,8 +584,8 @@ done:
     return st;
 }
 
-/* The user's hooks may have replaced a gradient since it was read.  As in torch, the
- * result goes to the parameter's current gradient. */
+/* The user may have replaced a gradient since it was read.  As in torch, the result
+ * goes to the parameter's current gradient. */
 static pl_status copy_to_current(pl_step *self, size_t i)
 {
     pl_status st = PL_OK;
@@ -605,7 +605,7 @@ static pl_status bind_in_copy_mode(pl_step *self, size_t i)
     const step_slot *slot = &self->slots[i];
     if (self->settings->binds_new)
         return bind_new(self, i);
-    return self->user_hooks == HOOKS_SEEN
+    return self->user_hooks == HOOKS_SEEN || self->settings->is_manual
                ? copy_to_current(self, i)
                : copy_back(self, i, slot->target, PL_READ_ANY, slot->is_lazy);
 }

@@ -3,7 +3,7 @@
     python tests/matrix/run.py             every row; `make matrix` is this
     python tests/matrix/run.py 3.13        one row
     python tests/matrix/run.py --part parity/ddp --part unit 3.10
-    python tests/matrix/run.py --torch 2.15.0rc1 3.13 -- tests/unit -k bucket
+    python tests/matrix/run.py --torch 2.14.1 3.13 -- tests/unit -k bucket
 
 A row is a Python, found on PATH or in pyenv, and a torch.  If the Python is not
 installed, the row is skipped with a message.  `make` installs each row into
@@ -34,7 +34,7 @@ from wheels import find_pythons  # noqa: E402
 WORK = ROOT / "build" / "matrix"
 
 # The oldest of each that we support, some between, the newest; `t`: without a GIL.
-ROWS = {"3.10": "2.4.1", "3.12": "2.8.0", "3.13": "2.14.1", "3.14t": "2.14.1"}
+ROWS = {"3.10": "2.4.1", "3.12": "2.8.0", "3.13": "2.15.0", "3.14t": "2.15.0"}
 
 # The folders of tests/ to run, each in a separate pytest.
 PARTS = ["clients", "ranks", "parity/ddp", "parity/dp", "parity/upstream", "unit"]
@@ -49,7 +49,7 @@ with the Pythons and torches below and writes the tables of this page:
 | --- | --- |
 | `make MATRIX=3.13 matrix` | one row |
 | `make MATRIX="3.13 --part unit" matrix` | one folder of `tests/` in a row |
-| `make MATRIX=3.13 TORCH=2.15.0rc1 matrix` | a row with another torch |
+| `make MATRIX=3.13 TORCH=2.14.1 matrix` | a row with another torch |
 | `make MATRIX=3.13 MATRIX_FLAGS="-- -k bucket" matrix` | other tests |
 
 `pip` may find the other torch anywhere. The table below lists the folders of `tests/`

@@ -324,6 +324,11 @@ static int close_step(reducer_object *self)
     return pli_step_check(self, st == PL_OK ? pl_step_close(self->step) : st);
 }
 
+static int end_step(reducer_object *self)
+{
+    return self->settings.is_manual ? close_step(self) : pli_step_finish(self);
+}
+
 /* Whether the engine's task, not the thread, identifies a backward.  A device has one
  * thread for all backwards; torch.distributed.autograd may use several for one. */
 static int goes_by_task(const reducer_object *self)
@@ -365,7 +370,7 @@ static int finish_all(reducer_object *self)
         NULL) /* a lone one closes as it ends */
         status = visit_backward(self, close_step);
     if (status == 0)
-        status = visit_backward(self, pli_step_finish);
+        status = visit_backward(self, end_step);
     /* Other steps fail as the engine drops their callbacks.  It has called `self`'s. */
     if (status != 0 && is_active(self))
         pli_step_fail(self, NULL);
@@ -406,7 +411,7 @@ static int on_backward_end(const backward_end_object *self)
     if (node == Py_None)
         status = finish_all(reducer);
     else if (self->origin == PL_END_OF_OUTPUT)
-        status = pli_step_finish(reducer);
+        status = end_step(reducer);
     else if (is_active(reducer))
         status = requeue_outside(reducer, node);
     Py_DECREF(node);
@@ -668,7 +673,7 @@ static int on_gradient(reducer_object *self, size_t i)
     if (pli_check(state_of_reducer(self),
                   pl_step_take(self->step, i, arrival, &is_due)) != 0)
         return -1;
-    return is_due ? pli_step_finish(self) : 0;
+    return is_due ? end_step(self) : 0;
 }
 
 static PyObject *hook_call(PyObject *object, PyObject *param)

@@ -477,6 +477,18 @@ static pl_forward_mode mode_of(int is_training)
     return is_training ? PL_TRAINS : PL_EVALUATES;
 }
 
+/* Raises if the user has yet to finish a step.  It stays as it is. */
+static int check_finished(const reducer_object *self)
+{
+    const pl_step_state state = pl_step_look(self->step);
+    if (!self->settings.is_manual || !state.is_active || state.is_open)
+        return 0;
+    return pli_error(PyExc_RuntimeError,
+                     "Expected to have finalized the prior backward pass before "
+                     "starting a new one. Call finalize_backward() after backward() "
+                     "when require_manual_backward_finalization is true.");
+}
+
 static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
@@ -484,7 +496,7 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
     (void)ignored;
     if (is_in_backward(state_of(object)))
         Py_RETURN_NONE;
-    if (pli_backward_end_await(self) != 0)
+    if (pli_backward_end_await(self) != 0 || check_finished(self) != 0)
         return NULL;
     return pli_none(pli_step_check(self, pl_step_forward_begins(self->step)));
 }
@@ -533,6 +545,8 @@ static PyObject *reducer_on_output(PyObject *object, PyObject *args)
         return NULL;
     if (self->attachment == DETACHED)
         Py_RETURN_FALSE;
+    if (check_finished(self) != 0)
+        return NULL;
     const pl_status st = pl_step_output(self->step, token, is_synchronised);
     return st == PL_OK ? Py_NewRef(Py_True) : pli_raise(state_of(object), st);
 }
@@ -575,6 +589,16 @@ static PyObject *reducer_arrive_in_context(PyObject *object, PyObject *args)
     if (self->attachment == DETACHED)
         Py_RETURN_NONE;
     return none_of(object, pl_step_take_in_context(self->step, (size_t)i, task));
+}
+
+static PyObject *reducer_finish(PyObject *object, PyObject *ignored)
+{
+    PLI_ENTER(object);
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    if (!is_in_backward(state_of(object)) && pli_backward_end_await(self) != 0)
+        return NULL;
+    return pli_none(pli_step_finish(self));
 }
 
 static PyObject *reducer_get_unseen(PyObject *object, void *closure)
@@ -833,6 +857,8 @@ static PyMethodDef reducer_methods[] = {
      "arrive_in_context($self, index, task, /)\n--\n\nIn backward number "
      "task, a parameter got a gradient in a context of torch.distributed.autograd, "
      "not as its `grad`."},
+    {"finish", reducer_finish, METH_NOARGS,
+     "finish($self, /)\n--\n\nWith is_manual: end the step of the last backward."},
     {"check_failure", reducer_check_failure, METH_NOARGS,
      "check_failure($self, /)\n--\n\nRaise if no reducer may follow this one, whose "
      "step has failed."},
@@ -915,6 +941,8 @@ static PyMemberDef reducer_members[] = {
      "steps."},
     {"ends_with_step", T_BOOL, offsetof(reducer_object, settings.ends_with_step), 0,
      "Whether parameters without a gradient in a step stop awaiting one after it."},
+    {"is_manual", T_BOOL, offsetof(reducer_object, settings.is_manual), 0,
+     "Whether a step ends by finish() instead of with its backward."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -186,8 +186,7 @@ class CommHookRunner:
             # Raised at the step's end, so that peers with the same hook do so too.
             self._refusal = RuntimeError(
                 "DDP communication hook's callback must return a torch.futures.Future "
-                f"or torch._C.Future object, but got {kind.__module__}."
-                f"{kind.__qualname__}."
+                f"object, but got {kind.__module__}.{kind.__qualname__}."
             )
             return
         self._pending.append((index, buffer, forks.note(future)))

@@ -78,10 +78,10 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         another process (send ``p.grad.clone()``).  On the CPU new gradients of that
         size are always views; there the option decides whether a ``.grad`` that existed
         before the backward is replaced by a view, or stays the same tensor.
-    skip_all_reduce_unused_params, batched_grad_copy : bool
+    skip_all_reduce_unused_params, batched_grad_copy, check_reduction : bool
         Accepted and not needed.
-    check_reduction : bool
-        Deprecated in torch, without effect.
+    lazy_bucket_allocation : bool
+        Accepted, without effect: buckets keep their memory, which is not torch's.
     device_mesh : torch.distributed.DeviceMesh, optional
         A 1-D mesh, or a 1-D slice of a larger one, instead of ``process_group``.  With
         a slice, the module may come from ``parallelize_module``, as in torch's class,
@@ -89,8 +89,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     bucket_cap_mb_list : list of float, optional
         The size of each bucket in MiB, in the order in which buckets fill.
     forward_sync_buffers : bool, optional
-        The newer name of ``broadcast_buffers``.  As in torch, False still copies rank
-        0's buffers at construction.
+        The newer name of ``broadcast_buffers``; False still copies them at construction.
     delay_all_reduce_named_params, param_to_hook_all_reduce : optional
         Accepted together, and not needed: gradients of the named parameters are
         averaged with all others.
@@ -285,6 +284,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         strict: bool | None = None,
         accumulate_in_fp32: bool = False,
@@ -293,7 +293,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         Joinable.__init__(self)
         torch_core.warn_of_wrapper(module, type(self))
         warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
-        check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        delayed = delay_all_reduce_named_params, param_to_hook_all_reduce
+        check_delayed(*delayed)
         group = read_group(process_group, device_mesh)
         if isinstance(module, torch.nn.Module):  # otherwise every rank raises below
             is_slice = device_mesh is not None and torch_groups.is_mesh_slice(
@@ -322,6 +323,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         self.static_graph = False
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.mixed_precision = mixed_precision
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = 250 * MIB  # for torch's code
@@ -333,10 +335,8 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._delay_all_reduce_all_params = False
-        delayed = delay_all_reduce_named_params, param_to_hook_all_reduce
-        read_arguments = functools.partial(
-            self._read_arguments, device_ids, output_device, *delayed
-        )
+        devices = device_ids, output_device
+        read_arguments = functools.partial(self._read_arguments, *devices, *delayed)
         self._session.set_up(read_arguments, error)
         if static_graph:
             self._set_static_graph()

@@ -78,9 +78,7 @@ def _begin_training(
         if session.strict_check is not None:
             session.refuse_unused()
         if session.sync:
-            session.log.forward_begins(
-                session.model.trainable, reducer, session.recorder
-            )
+            session.log.forward_begins(session)
     return reducer
 
 

@@ -50,6 +50,7 @@ class Options:
     network_caps: Caps = DEFAULT_NETWORK_CAPS  # if a hook or group carries them
     strict: bool = False  # refuse what torch refuses
     precision: Precision | None = None  # of forwards and averages, if mixed
+    is_manual: bool = False  # finalize_backward() ends a step, not its backward
 
     def __post_init__(self) -> None:
         forks.note(self.group)

@@ -138,7 +138,7 @@ class Session:
     def needs_reducer(self) -> bool:
         """Whether a lone rank needs a reducer, although it has nothing to average."""
         has_callbacks = bool(self.hooks.registered or self.callbacks.always)
-        return has_callbacks or self.options.strict
+        return has_callbacks or self.options.strict or self.options.is_manual
 
     def set_join(self, state: JoinState) -> None:
         """Enter another join context, or leave it."""
@@ -222,13 +222,7 @@ class Session:
                 tensors = model.tensors(options.sync_buffers_at_start)
                 copy_model(world, options.group, tensors)
             reducer = _native.Reducer(
-                world,
-                reduced,
-                owners,
-                *bytes_of,
-                view_bytes,
-                model.sparse,
-                caps.each,
+                world, reduced, owners, *bytes_of, view_bytes, model.sparse, caps.each
             )
             mixed_precision.release(reduced)
             reducer.binds_new = stands_in
@@ -257,6 +251,7 @@ class Session:
         self.set_sync(self.sync, self.in_no_sync)
         self.set_join(self.join)
         reducer.follows_forwards = True
+        reducer.is_manual = self.options.is_manual
         self.log.first_buckets = reducer.buckets
         self.follow_graph()
         self.attach_comm_hook()
@@ -306,7 +301,7 @@ class Session:
         """Connect the reducer, which is new or idle, to the hook."""
         hooks = self.hooks.registered
         if self.reducer is None:
-            self._set_up_alone()  # which attaches the hook
+            self.set_up_alone()  # which attaches the hook
         elif hooks:
             caps, uses_group = self.options.network_caps, self.world.uses_group
             tensors, sparse = self.reduced, self.model.sparse
@@ -324,12 +319,12 @@ class Session:
         if optimizers is None:
             return
         self.callbacks.always.append(optimizers)
-        self._set_up_alone()
+        self.set_up_alone()
         self.callbacks.attach(self.reducer)
 
-    def _set_up_alone(self) -> None:
+    def set_up_alone(self) -> None:
         """Make a reducer if a lone rank without one needs it now."""
-        if self.reducer is None and self.phase is Phase.ALONE:
+        if self.reducer is None and self.phase is Phase.ALONE and self.needs_reducer:
             self.set_up()
 
     # ---- phases ---------------------------------------------------------------------
@@ -415,6 +410,7 @@ class Session:
         If only one rank has changed its model, it ends the others' step, and every rank
         raises ``MismatchError``.
         """
+        reducer.forward_begins()  # raises if the last step has not ended
         if has_buffers:
             reducer.apply_buffers()
         if self.join.is_active and reducer.n_active < self.world.world_size:

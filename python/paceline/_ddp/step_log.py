@@ -9,10 +9,8 @@ nothing, nothing is measured: times are 0, and every parameter counts as used.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-import torch
 
 from paceline import _native, _recorder
 
@@ -29,11 +27,8 @@ class StepLog:
         self.has_rebuilt = False
         self.entries: dict[str, Any] = {}  # logging data that steps produce
         self.first_buckets: list[list[int]] = []
-        # Of the last step noted: how many buckets had a gradient of this rank, and when
-        # the bucket of each was full, in nanoseconds after the forward.
-        self.n_buckets_used = 0
-        self.arrivals: dict[int, int] = {}
-        self._step = 0  # the one that the last forward began, if it is sampled
+        self.n_buckets_used = 0  # that had a gradient of this rank, as last noted
+        self._step = 0  # the one that the last forward began
         self._is_static = True
         self._first_counts: bytes | None = None
         self._n_noted = 0
@@ -54,59 +49,38 @@ class StepLog:
         """Note an error: ``has_error``, ``error`` and ``iteration`` in the data."""
         self.entries |= {"has_error": 1, "error": message, "iteration": self.iteration}
 
-    def forward_begins(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        reducer: _native.Reducer | None,
-        recorder: _native.Recorder | None,
-    ) -> None:
-        """Note the step before, if it is sampled."""
+    def forward_begins(self, session: Any) -> None:
+        """Note the forward before, and its step, if it is sampled."""
+        reducer = session.reducer
         if self._is_static:
             self.is_static(reducer)
         n_begun = reducer.step if reducer is not None else self._step
-        if 0 < self._step <= n_begun:
-            self._note(parameters, reducer, _recorder.own_step(recorder, self._step))
-        self.iteration += 1
         is_sampled = self.iteration <= N_FIRST or self.iteration % self.rate == 0
-        self._step = n_begun + 1 if is_sampled else 0
+        if self.iteration > 0 and is_sampled:
+            number = self._step if self._step <= n_begun else 0  # 0: no backward
+            self._note(session, _recorder.own_step(session.recorder, number))
+        self.iteration += 1
+        self._step = n_begun + 1
 
-    def _note(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        reducer: _native.Reducer | None,
-        step: _recorder.Step,
-    ) -> None:
-        every = range(len(parameters))
+    def _note(self, session: Any, step: _recorder.Step) -> None:
+        wrapper, reducer = session.wrapper, session.reducer
+        sizes = [p.numel() * p.element_size() for p in session.model.trainable]
+        every = range(len(sizes))
         counts = reducer.ready_counts if reducer is not None else b"\1" * len(every)
         buckets = reducer.buckets if reducer is not None else [every[::-1]]
         came = {i for i, n in enumerate(counts) if n}
-        if not came:  # the last step has failed
-            return
-        times = _times(step)
-        n = self._n_noted = self._n_noted + 1
-        for name in _AVERAGED:
-            before = self.entries.get(f"avg_{name}", 0)
-            times[f"avg_{name}"] = (before * (n - 1) + times[name]) // n
-        self.n_buckets_used = sum(not came.isdisjoint(bucket) for bucket in buckets)
-        self.arrivals = {
-            i: recorded.ready - step.forward_end
-            for recorded, bucket in zip(step.buckets, buckets, strict=False)
-            for i in bucket
-            if i in came
-        }
-        sizes = [p.numel() * p.element_size() for p in parameters]
-        self.entries |= times | {
+        has_rebuilt = wrapper.static_graph or not wrapper.find_unused_parameters
+        has_rebuilt = has_rebuilt and self._n_noted > 0
+        self.n_buckets_used = 0
+        self.entries |= {
             "iteration": self.iteration,
             "unused_parameter_size": sum(
-                size for i, size in enumerate(sizes) if i not in came
+                size for i, size in enumerate(sizes) if came and i not in came
             ),
-            "num_buckets_reduced": len(buckets),
-            "prev_iteration_grad_ready_order_indices": join_numbers(
-                i for bucket in buckets for i in bucket if i in came
-            ),
-            "has_rebuilt_buckets": int(self.iteration > 1),
+            "num_buckets_reduced": 0,
+            "has_rebuilt_buckets": int(has_rebuilt),
         }
-        if self.iteration > 1:
+        if has_rebuilt:
             self.entries |= {
                 "rebuilt_bucket_sizes": join_numbers(
                     sum(sizes[i] for i in bucket) for bucket in buckets
@@ -115,6 +89,20 @@ class StepLog:
                     " ".join(map(str, bucket)) for bucket in buckets
                 ),
             }
+        if step.number == 0 or not came:  # no backward, or it has failed
+            return
+        times = _times(step)
+        n = self._n_noted = self._n_noted + 1
+        for name in _AVERAGED:
+            before = self.entries.get(f"avg_{name}", 0)
+            times[f"avg_{name}"] = (before * (n - 1) + times[name]) // n
+        self.n_buckets_used = sum(not came.isdisjoint(bucket) for bucket in buckets)
+        self.entries |= times | {
+            "num_buckets_reduced": len(buckets),
+            "prev_iteration_grad_ready_order_indices": join_numbers(
+                i for bucket in buckets for i in bucket if i in came
+            ),
+        }
 
 
 _AVERAGED = (

@@ -6,6 +6,7 @@ reducer.  These two objects take the same calls as torch's, and apply them to ou
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import weakref
 from collections.abc import Iterable, Mapping
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import _environment
-from paceline._compat import torch_groups
+from paceline import _environment, _recorder
+from paceline._compat import torch_core, torch_groups
 from paceline._ddp import strict
 from paceline._ddp.forward_pass import ForwardPass
 from paceline._ddp.model_spec import sum_over_ranks
@@ -125,9 +126,43 @@ class ReducerFacade(_Facade):
         if reducer is not None and reducer.is_active:
             raise RuntimeError(
                 f"{strict.UNFINISHED}The last backward was not seen to end: run the "
-                "model's forward through the wrapper."
+                "model's forward through the wrapper, or call finalize_backward()."
             )
         self._session.refuse_unused()
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """Let ``finalize_backward()`` end the steps, or the backwards."""
+        session, is_manual = self._session, bool(required)
+        is_active = session.reducer is not None and session.reducer.is_active
+        if is_active and is_manual != session.options.is_manual:
+            raise RuntimeError(
+                "set_manual_finalization_required cannot be called after forward while "
+                "a backward pass is expected or in progress."
+            )
+        session.options = dataclasses.replace(session.options, is_manual=is_manual)
+        session.set_up_alone()
+        if session.reducer is not None:
+            session.reducer.is_manual = is_manual
+
+    def _finalize_backward_manual(self) -> None:
+        """End the step of the last backward."""
+        reducer, problem = self._session.reducer, None
+        if not self._session.options.is_manual:
+            problem = (
+                "but manual backward finalization is not required. Set "
+                "require_manual_backward_finalization to true first."
+            )
+        elif reducer is None or not reducer.is_active:
+            problem = (
+                "but no gradient reduction requires finalization. This can happen if "
+                "no_sync() is active or finalize_backward() was already called for "
+                "this backward pass."
+            )
+        elif torch_core.is_in_backward() and not all(reducer.ready_counts):
+            problem = "before all DDP buckets were ready. Call it after backward()."
+        if reducer is None or problem is not None:
+            raise RuntimeError(f"finalize_backward() called {problem}")
+        reducer.finish()
 
     # ---- what it knows --------------------------------------------------------------
 
@@ -150,13 +185,19 @@ class ReducerFacade(_Facade):
         return self._session.log.is_static(self._session.reducer)
 
     def get_backward_stats(self) -> list[int]:
-        """Return when the bucket of each gradient was full in the last sampled step.
+        """Return when the bucket of each gradient was full in the last step.
 
         Nanoseconds after the forward's end; 0 if no gradient arrived, or if steps are
         not recorded.
         """
-        arrivals = self._session.log.arrivals
-        return [arrivals.get(i, 0) for i in range(len(self._session.model.trainable))]
+        reducer, recorder = self._session.reducer, self._session.recorder
+        if reducer is None:
+            return [0] * len(self._session.model.trainable)
+        stats: dict[int, int] = {}
+        step = _recorder.own_step(recorder, reducer.step)
+        for recorded, bucket in zip(step.buckets, reducer.buckets, strict=False):
+            stats |= dict.fromkeys(bucket, recorded.ready - step.forward_end)
+        return [stats.get(i, 0) if n else 0 for i, n in enumerate(reducer.ready_counts)]
 
     # ---- settings -------------------------------------------------------------------
 
@@ -240,8 +281,6 @@ def _logging_data(wrapper: Any) -> dict[str, Any]:
     data |= log.entries
     if wrapper.skip_all_reduce_unused_params:
         data["num_buckets_reduced"] = log.n_buckets_used
-    if wrapper.find_unused_parameters and not wrapper.static_graph:
-        data.pop("has_rebuilt_buckets", None)  # torch rebuilds none then
     return data
 
 

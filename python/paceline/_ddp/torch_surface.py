@@ -219,6 +219,36 @@ class TorchSurface(TorchDDP):
             if enabled:
                 session.set_sync(*before)
 
+    # ---- the end of a backward ------------------------------------------------------
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether :meth:`finalize_backward` ends a step, not its backward.
+
+        Until then ``.grad`` is as within the backward.  Set it before a backward ends.
+        """
+        return self._session.options.is_manual
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self.reducer._set_manual_finalization_required(required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether :meth:`finalize_backward` must wait until the backward has ended."""
+        # Only that shows which parameters are unused.
+        is_late = self.find_unused_parameters or self.mixed_precision is not None
+        is_first = self._session.log.iteration <= 1
+        return self.require_manual_backward_finalization and (is_late or is_first)
+
+    def finalize_backward(self) -> None:
+        """Wait for the averages of the last backward, and write them to ``.grad``.
+
+        Call it on every rank, in the same order with other collectives: after the
+        backward, or in a hook of it once every parameter has a gradient.
+        """
+        self.reducer._finalize_backward_manual()
+
     # ---- hooks ----------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: comm_hooks.Hook) -> None:

@@ -118,7 +118,11 @@ NOT_ON_THE_CPU = {
 
 @on_ranks(name=[*NOT_ON_THE_CPU])
 def test_what_fails_in_a_hook_of_torch_fails_here_too(ranks, name):
-    """Some need CUDA, some have bugs; ours must raise where torch's class raises."""
+    """Some need CUDA, some have bugs; ours must raise where torch's class raises.
+
+    In torch 2.15 one works: then the last step is compared.  In the first step torch's
+    bucket has another order, and what is quantized together is rounded alike.
+    """
     hook, state = NOT_ON_THE_CPU[name]
     outcomes = []
     for wrap in (ranks.wrap, ranks.wrap_by_torch):
@@ -126,6 +130,7 @@ def test_what_fails_in_a_hook_of_torch_fails_here_too(ranks, name):
         model.register_comm_hook(state(ranks), hook)
         try:
             for step in range(4):
+                model.zero_grad()
                 model(ranks.integers(3, 6, key=step)).sum().backward()
             outcomes.append([p.grad.tolist() for p in model.parameters()])
         except Exception as error:

@@ -204,28 +204,48 @@ LATER_KEYS = {"num_buckets_reduced", "unused_parameter_size"}
 TIMES = "_time", "_time_start", "_time_end"
 
 
-@as_torch(group=["all ranks", "each rank alone"])
-def test_logging_data_has_the_keys_and_values_of_torch(ranks, wrap, group):
-    if group == "each rank alone":
-        ranks.group = ranks.alone()
-    model = wrap(net(), bucket_cap_mb=25)
-    for step in range(3):
-        model(ranks.integers(3, 6, key=step)).sum().backward()
-    model(ranks.integers(3, 6))
-    data = model._get_ddp_logging_data()
+def logging_data(model):
     is_later = has_argument("skip_all_reduce_unused_params")
     skipped = ONLY_OURS if is_later else ONLY_OURS | LATER_KEYS
-    yield {
+    return {
         name: None if name.endswith(TIMES) else value
-        for name, value in data.items()
+        for name, value in model._get_ddp_logging_data().items()
         if name not in skipped
     }
+
+
+@as_torch(
+    group=["all ranks", "each rank alone"],
+    option=["static_graph", "find_unused_parameters", "gradient_as_bucket_view"],
+)
+def test_logging_data_has_the_keys_and_values_of_torch(ranks, wrap, group, option):
+    if group == "each rank alone":
+        ranks.group = ranks.alone()
+    model = wrap(net(), bucket_cap_mb=25, **{option: True})
+    for step in range(4):
+        model(ranks.integers(3, 6, key=step)).sum().backward()
+    model(ranks.integers(3, 6))
+    yield logging_data(model)
+
+
+@as_torch(option=["find_unused_parameters", "gradient_as_bucket_view"])
+def test_forwards_without_a_backward_are_iterations_too(ranks, wrap, option):
+    model = wrap(net(), bucket_cap_mb=25, **{option: True})
+    for step in range(12):
+        out = model(ranks.integers(3, 6, key=step))
+        if step in (2, 5, 6, 8):
+            out.sum().backward()
+        with torch.no_grad():
+            model(ranks.integers(3, 6))
+        data = logging_data(model)
+        yield {k: v for k, v in data.items() if not k.endswith(TIMES)}
 
 
 def test_times_of_a_step_are_in_their_order(ranks):
     model = ranks.wrap(net())
     for step in range(3):
         model(ranks.integers(3, 6, key=step)).sum().backward()
+        assert min(model.reducer.get_backward_stats()) > 0
         data = model._get_ddp_logging_data()
     starts = [
         data["forward_compute_time_start"],

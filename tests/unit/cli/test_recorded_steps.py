@@ -195,12 +195,12 @@ def test_logging_data_have_the_times_of_the_recording(name):
     for _ in range(2):
         step(model)
     (recording,) = _recorder.open_all(name)
-    first = recording.steps()[0]
+    first, second = recording.steps()
     data = model._get_ddp_logging_data()
     assert data["forward_compute_time"] == first.forward_end - first.forward_begin
     assert data["backward_compute_time"] == first.backward_end - first.forward_end
     assert data["backward_comm_time"] == first.end - first.buckets[0].ready
-    since = first.buckets[0].ready - first.forward_end
+    since = second.buckets[0].ready - second.forward_end
     assert model.reducer.get_backward_stats() == [since, since]
     recording.close()
 

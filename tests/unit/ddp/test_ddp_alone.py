@@ -400,6 +400,8 @@ INHERITED = {
     "called with mixed_precision alone, which needs none of it": """
         _fire_reducer_autograd_hook""",
     "called by torch's __getstate__, which is replaced": "_check_default_group",
+    "called by torch's finalize_backward, which is replaced": """
+        _check_manual_backward_finalization_supported""",
     "depends on its arguments, or on attributes that are set, alone": """
         _find_common_rank _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd
         _assign_modules_buffers _check_comm_hook _distributed_rank
