@@ -89,7 +89,7 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
     bucket_cap_mb_list : list of float, optional
         The size of each bucket in MiB, in the order in which buckets fill.
     forward_sync_buffers : bool, optional
-        The newer name of ``broadcast_buffers``; False still copies them at construction.
+        The newer name of ``broadcast_buffers``; False still copies them at the start.
     delay_all_reduce_named_params, param_to_hook_all_reduce : optional
         Accepted together, and not needed: gradients of the named parameters are
         averaged with all others.
