@@ -251,17 +251,14 @@ static void free_leftovers(const pl_backend *backend, int is_waiting)
     leave_over(free_list(list, NULL, is_waiting));
 }
 
-/* Frees blocks of a closed pool, now or later.  Marks them now: streams that read them
- * may be gone later. */
-static void free_or_leave(pli_block *list, const pl_backend *backend)
+/* Blocks of a closed pool: streams that read them may be gone later. */
+static void mark_all(pli_block *list)
 {
     const message kept = keep_message();
     for (pli_block *block = list; block != NULL; block = block->next)
         if (block->n_marks == 0)
             mark(block);
     restore_message(&kept);
-    leave_over(list);
-    free_leftovers(backend, 1);
 }
 
 /* ---- references ----------------------------------------------------------------- */
@@ -288,7 +285,11 @@ static void release(pli_memory_ref *ref)
     if (!is_last)
         return;
     block->next = NULL;
-    free_or_leave(block, pool->options.backend);
+    const pl_backend *backend = pool->options.backend;
+    const int is_held = atomic_load(&pool->is_held);
+    mark_all(block);
+    leave_over(is_held ? block : free_list(block, NULL, 1)); /* may end the pool */
+    free_leftovers(backend, 0); /* in between the pool may have been let go */
 }
 
 pli_memory_ref *pli_block_retain(pli_block *block)
@@ -462,6 +463,8 @@ void pli_pool_close(pli_pool *pool)
     (void)pthread_mutex_unlock(&pool->lock);
     push_all(&list, pool->retired);
     pool->retired = NULL;
-    free_or_leave(list, pool->options.backend);
+    mark_all(list);
+    leave_over(list);
+    free_leftovers(pool->options.backend, 1);
     drop(pool);
 }

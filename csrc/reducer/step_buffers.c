@@ -19,6 +19,7 @@
 #include <string.h>
 
 #include "core/alloc.h"
+#include "core/crc32c.h"
 #include "step_state.h"
 
 typedef enum dense_direction { TO_DENSE, FROM_DENSE } dense_direction;
@@ -192,14 +193,26 @@ done:
     return st;
 }
 
+/* 0 for a buffer whose values are not at hand. */
+static uint32_t crc_of(const pl_step *self, const buffer_view *view)
+{
+    const pli_layout *layout = &view->tensor.layout;
+    if (view->grad == NULL || is_on_device(self) || layout->is_lazy ||
+        !pli_layout_is_dense(layout))
+        return 0;
+    return pli_crc32c(0, view->tensor.data, pli_layout_bytes(layout));
+}
+
 /* Remembers each buffer as it is now, to take it over later. */
 static pl_status put_off(pl_step *self)
 {
     pl_status st = PL_OK;
     for (size_t b = 0; b < self->buffers.n; b++) {
         step_buffer *buffer = &self->buffers.all[b];
-        buffer_view view;
+        buffer_view view = {.tensor = {.data = NULL}};
         PL_TRY(read_buffer(self, b, &view));
+        buffer->data = view.tensor.data;
+        buffer->crc = crc_of(self, &view);
         replace_grad(self, &buffer->seen, view.grad);
         if (buffer->seen != NULL)
             PL_TRY(
@@ -344,9 +357,9 @@ done:
     return st;
 }
 
-/* Copies a buffer's new values to it, if it was neither written nor replaced since that
- * was deferred, and lacks them; else lets go of it. */
-static pl_status take_over(pl_step *self, size_t b)
+/* Lets go of a buffer that was written or replaced since its take-over was deferred, or
+ * that has the new values. */
+static pl_status compare_with_seen(pl_step *self, size_t b)
 {
     pl_status st = PL_OK;
     step_buffer *buffer = &self->buffers.all[b];
@@ -359,27 +372,40 @@ static pl_status take_over(pl_step *self, size_t b)
         PL_TRY(read_buffer(self, b, &view));
     if (view.grad != NULL) {
         PL_TRY(self->grads->n_writes(self->context, view.grad, &version));
-        has_them = version != buffer->version;
+        has_them = version != buffer->version || view.tensor.data != buffer->data ||
+                   crc_of(self, &view) != buffer->crc;
         if (!has_them && !is_on_device(self))
             PL_TRY(has_values(self, &view, &has_them));
     }
-    if (!has_them)
-        PL_TRY(copy_one(self, &view, FROM_DENSE));
-    else
+    if (has_them)
         replace_grad(self, &buffer->seen, NULL);
 done:
     release(self, &view);
     return st;
 }
 
-/* Notes the writes after all buffers are compared: some share a version, as views of
- * one tensor. */
+static pl_status take_over(pl_step *self, size_t b)
+{
+    pl_status st = PL_OK;
+    buffer_view view;
+    PL_TRY(read_buffer(self, b, &view));
+    st = copy_one(self, &view, FROM_DENSE);
+    release(self, &view);
+done:
+    return st;
+}
+
+/* Compares all buffers before it writes one: some share memory, or a version, as views
+ * of one tensor. */
 static pl_status apply(pl_step *self)
 {
     pl_status st = PL_OK;
     PL_TRY(read_stream(self));
     for (size_t b = 0; b < self->buffers.n; b++)
-        PL_TRY(take_over(self, b));
+        PL_TRY(compare_with_seen(self, b));
+    for (size_t b = 0; b < self->buffers.n; b++)
+        if (self->buffers.all[b].seen != NULL)
+            PL_TRY(take_over(self, b));
     PL_TRY(pli_step_copy(self, self->stream));
     for (size_t b = 0; b < self->buffers.n; b++)
         if (self->buffers.all[b].seen != NULL)

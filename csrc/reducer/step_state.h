@@ -38,8 +38,12 @@ typedef struct step_slot {
 typedef struct step_buffer {
     size_t offset; /* in the reducer's extra memory */
     size_t n_bytes;
-    pl_grad *seen; /* the tensor, and its version, when its take-over was deferred */
+    /* When its take-over was deferred: the tensor, its version, its memory, and on the
+     * host a checksum of its values: a write through `.data` changes no version. */
+    pl_grad *seen;
     long version;
+    const void *data;
+    uint32_t crc;
 } step_buffer;
 
 typedef enum buffers_state { BUFFERS_CURRENT, BUFFERS_RECEIVED } buffers_state;

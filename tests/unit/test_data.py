@@ -10,7 +10,6 @@ import random
 import paceline
 import pytest
 import torch
-import torch.multiprocessing as mp
 from paceline.data import BatchSampler
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -324,14 +323,3 @@ def test_a_worker_of_a_rank_is_no_rank(monkeypatch, how):
     loader = DataLoader(Averages(), num_workers=1, multiprocessing_context=how)
     assert [batch.item() for batch in loader] == [1, 2]
     list(BatchSampler(range(8), 2, rank=0, world_size=1))
-
-
-def deal(_):
-    list(BatchSampler(range(8), 2))
-
-
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_a_rank_that_multiprocessing_starts_is_one(monkeypatch, how):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(mp.ProcessRaisedException, match=r"WORLD_SIZE is 2.*no process"):
-        mp.start_processes(deal, nprocs=1, start_method=how)

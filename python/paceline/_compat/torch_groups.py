@@ -82,8 +82,8 @@ def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     if group is not None or dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
     size = os.environ.get("WORLD_SIZE", "").strip()
-    # Workers of a DataLoader or a pool have it from a rank; they are daemons.
-    if size not in ("", "1") and not multiprocessing.current_process().daemon:
+    # A process of multiprocessing, such as a DataLoader's, has it from its parent.
+    if size not in ("", "1") and multiprocessing.parent_process() is None:
         raise ValueError(
             f"WORLD_SIZE is {size}, but there is no process group: call "
             "paceline.init() before this, and destroy_process_group() after it; in a "

@@ -26,7 +26,8 @@ def begin(
     if not torch.is_grad_enabled():
         is_to_apply = has_buffers and wrapper.require_forward_param_sync
         if session.reducer is not None and is_to_apply:
-            session.reducer.apply_buffers()
+            with torch_core.versions_kept(session.model.statistics()):
+                session.reducer.apply_buffers()
         return None
     try:
         reducer = _begin_training(wrapper, session, has_buffers)

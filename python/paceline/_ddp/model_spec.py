@@ -137,11 +137,10 @@ class Model:
         return tensors
 
     def statistics(self) -> list[torch.Tensor]:
-        """Return the statistics of :attr:`norms` that are in training."""
+        """Return the statistics of :attr:`norms`."""
         return [
             buffer
             for part in self.norms
-            if part.training
             for name in ("running_mean", "running_var")
             if (buffer := part._buffers.get(name)) is not None
         ]

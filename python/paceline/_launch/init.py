@@ -127,7 +127,7 @@ def init(
 
     Notes
     -----
-    The first launcher of this list whose variables are set counts:
+    The first set in this list counts; after 1 a set of one rank gives way to others:
 
     1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT``, set by
        torchrun or by you.  Only some of them, with no launcher below, are an error;

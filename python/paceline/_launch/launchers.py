@@ -1,9 +1,9 @@
 """Find the launcher that started this process, by environment variables.
 
 Several launchers may have set variables: torchrun runs inside srun, mpirun inside an
-allocation of SLURM.  The first complete set counts, from the innermost launcher on; the
-docstring of :func:`paceline.init` lists them.  A task of Spark or Ray has no variables:
-without a launcher, the engine itself is asked.
+allocation of SLURM.  The first set of several ranks counts, from the innermost launcher
+on; the docstring of :func:`paceline.init` lists them.  A task of Spark or Ray has no
+variables: without a launcher, the engine itself is asked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from paceline._launch import slurm, variables
@@ -65,12 +66,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     found = Variables(environ)
     launch = _from_torchrun(found)
     if launch is None:
-        numbered = (_from_numbers(found, launcher) for launcher in _NAMES)
-        launch = (
-            next(filter(None, numbered), None)
-            or from_tf_config(found)
-            or slurm.from_slurm(found)
-        )
+        launch = _from_launchers(found)
         launch = _alone(found) if launch is None else _agreed(found, launch)
     _check_ranges(launch)
     return launch
@@ -92,6 +88,22 @@ def _from_torchrun(found: Variables) -> Launch | None:
         addr or None,
         port,
     )
+
+
+def _from_launchers(found: Variables) -> Launch | None:
+    """Return the first launch of several ranks; else the first: it may be inherited."""
+    first = None
+    finders: list[Callable[[Variables], Launch | None]] = [
+        *(partial(_from_numbers, launcher=launcher) for launcher in _NAMES),
+        from_tf_config,
+        slurm.from_slurm,
+    ]
+    for find in finders:
+        launch = find(found)
+        if launch is not None and (launch.world_size > 1 or launch.rank < 0):
+            return launch
+        first = first or launch
+    return first
 
 
 def _from_numbers(found: Variables, launcher: Launcher) -> Launch | None:

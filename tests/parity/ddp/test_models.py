@@ -9,6 +9,7 @@ import os
 import random
 import warnings
 from functools import partial
+from unittest import mock
 
 import paceline
 import pytest
@@ -101,7 +102,9 @@ def test_one_rank_may_export_the_wrapper_between_two_steps(ranks):
         assert_equal(program.module()(x), model.module(x), "exported")
         model.train()
     ranks.all(None)
-    step_of(model, x)
+    twin = Twin(ranks, integer_weights(nn.Linear(6, 4)))
+    with mock.patch.object(torch.compiler, "_is_exporting_flag", True):
+        twin.step(lambda model: model(x).sum())  # as another thread exports
     ranks.assert_same(grads_of(model), "gradients")
 
 
@@ -169,7 +172,15 @@ def two_views(wrappers, x):
     sum((first - 2 * second).square().sum() for first, second in outs).backward()
 
 
-two_views_on_a_host = [] if ON_HOSTS else [two_views]
+def second_view_in_evaluation(wrappers, x):
+    """Compare with a forward that must not move the statistics."""
+    whole = wrappers[0]
+    first, second = whole(x), whole.eval()(x + 1)
+    whole.train()
+    (first * second).sum().backward()
+
+
+two_views_on_a_host = [] if ON_HOSTS else [two_views, second_view_in_evaluation]
 
 
 @as_torch(
@@ -189,6 +200,45 @@ def test_wrappers_may_share_a_backbone_with_buffers(ranks, wrap, part, losses):
         losses(wrappers, x)
         yield [p.grad for wrapper in wrappers for p in wrapper.parameters()]
         yield list(backbone.buffers())
+
+
+@on_ranks()
+def test_an_evaluation_may_precede_the_backward_of_a_retained_graph(ranks):
+    model = ranks.wrap(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
+    x = torch.randn(6, 4, generator=ranks.generator(0))
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()
+    loss.backward()
+    ranks.assert_same(grads_of(model), "the second step")
+
+
+def swap(buffer, average):
+    buffer.data, average.data = average.data, buffer.data
+
+
+def copy_past_autograd(buffer, average):
+    buffer.data.copy_(average)
+
+
+def write_by_numpy(buffer, average):
+    buffer.numpy()[:] = average.numpy()
+
+
+@as_torch(write=[swap, copy_past_autograd, write_by_numpy])
+def test_an_evaluation_uses_what_was_written_past_autograd(ranks, wrap, write):
+    norm = nn.BatchNorm1d(4)
+    model, average = wrap(norm), torch.full((4,), 7.0)
+    x = torch.randn(6, 4, generator=ranks.generator(0))
+    model(x).square().sum().backward()
+    write(norm.running_mean, average)
+    with torch.no_grad():
+        yield model.eval()(torch.ones(2, 4))
+    write(norm.running_mean, average)
+    yield [*norm.buffers()] if ranks.rank == 0 else [norm.running_var]
+    yield average if write is not swap else None
 
 
 class Joined(nn.Module):
@@ -239,7 +289,7 @@ def run_over_shared_parts(ranks, wrap, seed):
     wrappers = [wrap(whole) for whole in wholes]
     for step in range(5):
         x = torch.randn(4, 5, 6, generator=ranks.generator((seed, step))) + ranks.rank
-        losses = [one_loss_of_all, a_loss_each, *two_views_on_a_host]
+        losses = [one_loss_of_all, a_loss_each, *two_views_on_a_host[:1]]
         chance.choice(losses)(wrappers, x)
         tensors = [t for w in wrappers for t in (*w.parameters(), *w.buffers())]
         yield [t.grad if t.requires_grad else t for t in tensors]

@@ -319,6 +319,14 @@ def test_mpich_on_one_host_needs_no_master():
     assert in_job.master_port != 29500
 
 
+@pytest.mark.parametrize("lone", [OPEN_MPI, MVAPICH, MPICH])
+def test_a_world_of_one_that_was_inherited_does_not_count(lone):
+    numbers = ("0", "1", "0", "1")
+    inherited = dict(zip(lone, numbers, strict=False))
+    assert find_launch(inherited).world_size == 1
+    assert find_launch({**inherited, **SRUN}) == SRUN_LAUNCH
+
+
 @pytest.mark.parametrize("variables", [OPEN_MPI, MVAPICH, MPICH])
 def test_mpirun_over_several_hosts_needs_a_master(variables):
     size = next(name for name in variables if name.endswith("_SIZE"))
