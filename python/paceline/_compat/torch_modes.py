@@ -15,17 +15,15 @@ push_function_mode: Callable[[Any], None] = _C._push_on_torch_function_stack
 pop_function_mode: Callable[[], Any] = _C._pop_torch_function_stack
 is_torch_function_enabled: Callable[[], bool] = _C._is_torch_function_enabled
 is_tracing: Callable[[], bool] = _C._is_tracing
-# Whether torch.export traces in any thread; torch 2.7 and newer.
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+# Whether torch.export traces, in any thread; torch 2.7 and newer.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 _hooks: Any = _C._autograd
 _top_hooks = getattr(_hooks, "_top_saved_tensors_default_hooks", None)
 
 
-def is_exporting() -> bool:
-    """Tell whether torch.export traces on this thread."""
-    return _is_exporting() and (
-        torch.compiler.is_dynamo_compiling() or count_dispatch_modes() > 0
-    )
+def is_traced() -> bool:
+    """While torch exports: tell whether it is this thread that it traces."""
+    return torch.compiler.is_dynamo_compiling() or count_dispatch_modes() > 0
 
 
 def function_modes() -> list[Any]:

@@ -64,7 +64,8 @@ class TorchSurface(TorchDDP):
         RuntimeError
             Under ``strict``, in torch's words: if the last step left parameters out.
         """
-        if torch_modes.is_exporting():  # the program runs without other ranks
+        # The exported program runs without other ranks.
+        if torch_modes.is_exporting() and torch_modes.is_traced():
             return self.module(*inputs, **kwargs)
         if torch_core.is_profiling():
             with torch.autograd.profiler.record_function(

@@ -238,7 +238,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
             The error that the module raises in a replica, of the same type; the message
             has the number of the replica and its traceback.
         """
-        if torch_modes.is_exporting():
+        if torch_modes.is_exporting() and torch_modes.is_traced():
             return self.module(*inputs, **kwargs)
         is_alone = len(self.device_ids) < 2 and not self._are_gpus
         call = self._call_plainly if is_alone else self._call_in_replicas
