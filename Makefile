@@ -90,7 +90,7 @@ bench-ranks: ## cost of a step, by the number of ranks and hosts
 # C tests and simulated GPUs wait more than they compute: they run beside the Python
 # suite, and their output follows in one piece.
 .PHONY: test beside py-test
-test: $(INSTALLED) $(DEPENDENCIES) ## tests that each change must pass: sixteen minutes on two cores
+test: $(INSTALLED) $(DEPENDENCIES) ## tests that each change must pass: fifteen minutes on two cores
 	@$(MAKE) -s -j$(JOBS) c-asan $(BUILD)/c/plain/libplfake.so
 	@$(MAKE) --no-print-directory -j$(JOBS) beside py-test
 
