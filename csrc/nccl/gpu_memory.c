@@ -107,11 +107,13 @@ static void drop_marks(pli_block *block)
     block->n_marks = 0;
 }
 
-/* Records the marks; has no effect if that is not possible now. */
+/* Records the marks, if that has not been done and is possible now. */
 static void mark(pli_block *block)
 {
     pl_backend *backend = block->pool->options.backend;
     pl_stream *streams[PLI_POOL_MARKS];
+    if (block->n_marks > 0)
+        return;
     forget_lost_readers(block->pool);
     const int n = streams_of(block->pool, streams);
     int n_recorded = 0;
@@ -134,8 +136,7 @@ typedef enum block_use { THROUGH, NOT_YET, UNKNOWN } block_use;
 static block_use use_of(pli_block *block)
 {
     pl_backend *backend = block->pool->options.backend;
-    if (block->n_marks == 0)
-        mark(block);
+    mark(block);
     for (int i = 0; i < block->n_marks; i++) {
         int is_done = 0;
         if (backend->ops->event_is_done(backend, block->marks[i], &is_done) != PL_OK)
@@ -256,8 +257,7 @@ static void mark_all(pli_block *list)
 {
     const message kept = keep_message();
     for (pli_block *block = list; block != NULL; block = block->next)
-        if (block->n_marks == 0)
-            mark(block);
+        mark(block);
     restore_message(&kept);
 }
 

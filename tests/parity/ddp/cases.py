@@ -28,6 +28,7 @@ import importlib
 import inspect
 import itertools
 import os
+import random
 import sys
 import traceback
 import zlib
@@ -372,6 +373,24 @@ def _assert_alike(mine, theirs, what):
         assert_equal(mine, theirs, what)
     else:
         assert mine == theirs, f"{what}: {mine} and {theirs}"
+
+
+def drawn_seeds(ranks, n):
+    """Return `n` seeds, the same on every rank; FUZZ_SEED=12 begins with seed 12."""
+    drawn = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 30)))
+    first = ranks.all(drawn)[0]
+    print(f"FUZZ_SEED={first}", flush=True)
+    return range(first, first + n)
+
+
+def run_drawn(ranks, n, run):
+    """Run a program for each of `n` drawn seeds; an error names its seed."""
+    for seed in drawn_seeds(ranks, n):
+        try:
+            run(seed)
+        except Exception as error:
+            error.add_note(f"FUZZ_SEED={seed}")
+            raise
 
 
 def mean_over(rows):

@@ -28,6 +28,7 @@ from cases import (
     Ranks,
     Twin,
     assert_equal,
+    drawn_seeds,
     integer_weights,
     mean_over,
     on_gpus_too,
@@ -48,12 +49,9 @@ N_DRAWN = int(os.environ.get("FUZZ", "24"))  # programs, and as many loops
 N_STATEMENTS = 8
 
 
-def drawn_seeds(ranks):
+def seeds_of(ranks):
     """Return the seeds to run: three of four on 2 ranks, the others on 4 ranks."""
-    drawn = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 30)))
-    first = ranks.all(drawn)[0]
-    print(f"FUZZ_SEED={first}", flush=True)
-    return range(first, first + N_DRAWN * (3 if ranks.n == 2 else 1) // 4)
+    return drawn_seeds(ranks, N_DRAWN * (3 if ranks.n == 2 else 1) // 4)
 
 
 # ---- programs -----------------------------------------------------------------------
@@ -186,12 +184,13 @@ class Program:
 
     def parts(self):
         """Run each rank's own number of forwards before one backward."""
-        n = self.own.randint(1, 3)
-        sum(self.model(self.x(), self.branches()) for _ in range(n)).backward()
+        self.sum_of(self.own.randint(1, 3))
 
     def views(self):
         """Run the same number of forwards, which all take over rank 0's buffers."""
-        n = self.same.randint(2, 3)
+        self.sum_of(self.same.randint(2, 3))
+
+    def sum_of(self, n):
         sum(self.model(self.x(), self.branches()) for _ in range(n)).backward()
 
     def beside(self):
@@ -271,7 +270,7 @@ class Program:
 @on_ranks(2, 4)
 def test_programs_of_a_grammar_do_the_same_as_with_torch(ranks):
     mesh = ranks.n == 4 and dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=DIMS)
-    for seed in drawn_seeds(ranks):
+    for seed in seeds_of(ranks):
         place = ranks, None
         if mesh and seed % 2 == 0:  # two ranks share one copy of the model
             dp = mesh["dp"]
@@ -439,5 +438,5 @@ class Loop:
 @on_gpus_too()
 @on_ranks(2, 4)
 def test_drawn_loops_are_those_of_the_plain_module(ranks):
-    for seed in drawn_seeds(ranks):
+    for seed in seeds_of(ranks):
         Loop(ranks, seed).run()

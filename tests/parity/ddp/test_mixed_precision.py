@@ -29,6 +29,7 @@ from cases import (
     mean_over,
     on_gpus_too,
     on_ranks,
+    run_drawn,
 )
 from support.copies import pickled
 from support.failing import FailsInBackward
@@ -741,11 +742,4 @@ class Program:
 
 @on_ranks()
 def test_drawn_programs_do_the_same_as_by_hand(ranks):
-    drawn = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 30)))
-    first = ranks.all(drawn)[0]
-    for seed in range(first, first + N_PROGRAMS):
-        try:
-            Program(ranks, seed).run()
-        except Exception as error:
-            error.add_note(f"FUZZ_SEED={seed}")
-            raise
+    run_drawn(ranks, N_PROGRAMS, lambda seed: Program(ranks, seed).run())

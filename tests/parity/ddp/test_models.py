@@ -27,6 +27,7 @@ from cases import (
     net,
     on_gpus_too,
     on_ranks,
+    run_drawn,
     skip_without_complex,
     step_of,
     train,
@@ -269,14 +270,9 @@ N_PROGRAMS = int(os.environ.get("FUZZ", "12"))  # FUZZ_SEED=12 begins with seed 
 
 @on_ranks()
 def test_drawn_wrappers_over_shared_parts_do_as_torch(ranks):
-    drawn = int(os.environ.get("FUZZ_SEED", random.randrange(1 << 30)))
-    first = ranks.all(drawn)[0]
-    for seed in range(first, first + N_PROGRAMS):
-        try:
-            compare_with_torch(ranks, run_over_shared_parts, seed)
-        except Exception as error:
-            error.add_note(f"FUZZ_SEED={seed}")
-            raise
+    run_drawn(
+        ranks, N_PROGRAMS, partial(compare_with_torch, ranks, run_over_shared_parts)
+    )
 
 
 def run_over_shared_parts(ranks, wrap, seed):
