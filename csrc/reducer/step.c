@@ -28,7 +28,7 @@ static pl_status make_spec(const pl_step_spec *spec, pl_reducer_spec *out)
             out->staging_bytes = PLI_EXCHANGE_BYTES;
     }
     for (size_t b = 0; b < spec->n_buffers; b++)
-        out->extra_bytes += pli_line_up(spec->buffer_bytes[b]);
+        out->extra_bytes += pli_line_up(spec->buffers[b].n_bytes);
 done:
     return st;
 }
@@ -63,9 +63,9 @@ static pl_status make_slots(pl_step *self, const pl_step_spec *spec)
                       &self->buffers.all));
     self->buffers.n = spec->n_buffers;
     for (size_t b = 0; b < spec->n_buffers; b++) {
-        const size_t n_bytes = spec->buffer_bytes[b];
-        self->buffers.all[b] = (step_buffer){.offset = offset, .n_bytes = n_bytes};
-        offset += pli_line_up(n_bytes);
+        self->buffers.all[b] =
+            (step_buffer){.spec = spec->buffers[b], .offset = offset};
+        offset += pli_line_up(spec->buffers[b].n_bytes);
     }
     pli_grads_init(self, spec);
 done:

@@ -162,11 +162,18 @@ typedef struct pl_step_settings {
 
 /* ---- life ----------------------------------------------------------------------- */
 
+typedef struct pl_buffer_spec {
+    size_t n_bytes;
+    /* Autograd does not count its forwards' writes, as a norm's of its statistics: then
+     * neither are those of a take-over. */
+    int is_uncounted;
+} pl_buffer_spec;
+
 typedef struct pl_step_spec {
     pli_layout *const *layouts;     /* of the parameters' slots: dense */
     const unsigned char *is_sparse; /* by parameter: declared sparse; NULL: none */
     size_t n_params;
-    const size_t *buffer_bytes; /* of the module's buffers */
+    const pl_buffer_spec *buffers; /* of the module */
     size_t n_buffers;
     size_t view_bytes; /* the smallest gradient that becomes a view */
     int world_size;

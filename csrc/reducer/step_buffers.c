@@ -30,6 +30,7 @@ typedef struct buffer_view {
                       forward: this rank then skips it in this step, and its next
                       forward wraps the model anew */
     pli_tensor tensor;
+    const step_buffer *buffer;
     char *sent; /* its block of the memory that is sent */
 } buffer_view;
 
@@ -43,6 +44,7 @@ static pl_status read_buffer(pl_step *self, size_t b, buffer_view *out)
 {
     pl_status st = PL_OK;
     const step_buffer *buffer = &self->buffers.all[b];
+    out->buffer = buffer;
     out->sent = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
     out->grad = NULL;
     PL_TRY(self->grads->find_buffer(self->context, b, &out->grad));
@@ -50,7 +52,7 @@ static pl_status read_buffer(pl_step *self, size_t b, buffer_view *out)
         goto done;
     PL_TRY(self->grads->read(self->context, PL_READ_PLAIN, "a buffer", out->grad,
                              &out->tensor));
-    if (pli_layout_bytes(&out->tensor.layout) != buffer->n_bytes)
+    if (pli_layout_bytes(&out->tensor.layout) != buffer->spec.n_bytes)
         release(self, out);
 done:
     if (st != PL_OK)
@@ -177,6 +179,12 @@ done:
     return st;
 }
 
+static pl_status note_write(pl_step *self, const step_buffer *buffer, pl_grad *grad)
+{
+    return buffer->spec.is_uncounted ? PL_OK
+                                     : self->grads->note_write(self->context, grad);
+}
+
 /* Overwrites one buffer, unless it has these values already: then a graph that saved it
  * sees no change. */
 static pl_status overwrite(pl_step *self, const buffer_view *view, int *is_done)
@@ -188,7 +196,7 @@ static pl_status overwrite(pl_step *self, const buffer_view *view, int *is_done)
     if (is_same)
         goto done;
     PL_TRY(copy_one(self, view, FROM_DENSE));
-    PL_TRY(self->grads->note_write(self->context, view->grad));
+    PL_TRY(note_write(self, view->buffer, view->grad));
 done:
     return st;
 }
@@ -407,9 +415,11 @@ static pl_status apply(pl_step *self)
         if (self->buffers.all[b].seen != NULL)
             PL_TRY(take_over(self, b));
     PL_TRY(pli_step_copy(self, self->stream));
-    for (size_t b = 0; b < self->buffers.n; b++)
-        if (self->buffers.all[b].seen != NULL)
-            PL_TRY(self->grads->note_write(self->context, self->buffers.all[b].seen));
+    for (size_t b = 0; b < self->buffers.n; b++) {
+        const step_buffer *buffer = &self->buffers.all[b];
+        if (buffer->seen != NULL)
+            PL_TRY(note_write(self, buffer, buffer->seen));
+    }
 done:
     self->n_moves = 0;
     return st;

@@ -36,8 +36,8 @@ typedef struct step_slot {
 
 /* A module's buffer. */
 typedef struct step_buffer {
+    pl_buffer_spec spec;
     size_t offset; /* in the reducer's extra memory */
-    size_t n_bytes;
     /* When its take-over was deferred: the tensor, its version, its memory, and on the
      * host a checksum of its values: a write through `.data` changes no version. */
     pl_grad *seen;

@@ -38,7 +38,7 @@ def converted(
 def reference_counts(objects: list[Any], /) -> tuple[int, ...]: ...
 def measure(
     params: list[torch.nn.Parameter],
-    buffers: list[tuple[dict[str, Any], str]],
+    buffers: list[tuple[dict[str, Any], str, bool]],
     bucket_bytes: int,
     last_bytes: int,
     sparse: list[int] = [],
@@ -178,7 +178,7 @@ class Reducer:
         cls,
         world: RankWorld,
         params: list[torch.nn.Parameter],
-        buffers: list[tuple[dict[str, Any], str]],
+        buffers: list[tuple[dict[str, Any], str, bool]],
         bucket_bytes: int,
         last_bytes: int,
         view_bytes: int,

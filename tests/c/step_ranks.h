@@ -111,7 +111,7 @@ typedef struct arrays_spec {
     pli_layout layouts[ARRAYS_MOST_PARAMS];
     pli_layout *refs[ARRAYS_MOST_PARAMS];
     unsigned char is_sparse[ARRAYS_MOST_PARAMS];
-    size_t buffer_bytes[ARRAYS_MOST_BUFFERS];
+    pl_buffer_spec buffers[ARRAYS_MOST_BUFFERS];
 } arrays_spec;
 
 static inline void arrays_make_spec(const array_model *model, int world_size,
@@ -120,7 +120,7 @@ static inline void arrays_make_spec(const array_model *model, int world_size,
     *out = (arrays_spec){.spec = {.layouts = out->refs,
                                   .is_sparse = out->is_sparse,
                                   .n_params = model->n_params,
-                                  .buffer_bytes = out->buffer_bytes,
+                                  .buffers = out->buffers,
                                   .n_buffers = model->n_buffers,
                                   .view_bytes = model->view_bytes,
                                   .world_size = world_size,
@@ -131,7 +131,7 @@ static inline void arrays_make_spec(const array_model *model, int world_size,
         out->is_sparse[i] = model->params[i].is_sparse;
     }
     for (size_t b = 0; b < model->n_buffers; b++)
-        out->buffer_bytes[b] = model->buffer_elems[b] * sizeof(float);
+        out->buffers[b].n_bytes = model->buffer_elems[b] * sizeof(float);
 }
 
 static inline pl_status arrays_measure(const array_model *model, int world_size,

@@ -419,14 +419,14 @@ typedef struct tensors_spec {
     pl_step_spec spec;
     pli_layout layouts[N_PARAMS];
     pli_layout *refs[N_PARAMS];
-    size_t buffer_bytes[N_BUFFERS];
+    pl_buffer_spec buffers[N_BUFFERS];
 } tensors_spec;
 
 static inline void tensors_make_spec(int world_size, tensors_spec *out)
 {
     out->spec = (pl_step_spec){.layouts = out->refs,
                                .n_params = N_PARAMS,
-                               .buffer_bytes = out->buffer_bytes,
+                               .buffers = out->buffers,
                                .n_buffers = N_BUFFERS,
                                .view_bytes = VIEW_BYTES,
                                .world_size = world_size,
@@ -438,7 +438,7 @@ static inline void tensors_make_spec(int world_size, tensors_spec *out)
         out->refs[i] = &out->layouts[i];
     }
     for (size_t b = 0; b < N_BUFFERS; b++)
-        out->buffer_bytes[b] = BUFFER_COLS * sizeof(float);
+        out->buffers[b].n_bytes = BUFFER_COLS * sizeof(float);
 }
 
 /* Makes a step in a new world, which owns `base`. */

@@ -11,7 +11,7 @@
 typedef struct reducer_args {
     PyObject *world;   /* NULL in measure() */
     PyObject *params;  /* list of tensors */
-    PyObject *buffers; /* list of (dict, name) */
+    PyObject *buffers; /* list of (dict, name, is_uncounted) */
     Py_ssize_t bucket_bytes;
     Py_ssize_t last_bytes;
     Py_ssize_t view_bytes; /* the smallest gradient that becomes a view */
@@ -29,7 +29,7 @@ typedef struct reducer_parts {
     size_t n_buffers;
     pli_layout **layouts;
     unsigned char *is_sparse;
-    size_t *buffer_bytes;
+    pl_buffer_spec *buffer_specs;
     pl_step_spec spec; /* reads all of these */
 } reducer_parts;
 
@@ -118,18 +118,17 @@ static int read_params(const module_state *state, dl_device place, PyObject *par
     return 0;
 }
 
-static int read_buffer(const module_state *state, dl_device place, PyObject *pair,
-                       reducer_buffer *out, size_t *n_bytes)
+static int read_buffer(const module_state *state, dl_device place, PyObject *entry,
+                       reducer_buffer *out, pl_buffer_spec *spec)
 {
     PyObject *owner, *name;
     pli_tensor tensor;
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
-        !PyDict_Check(PyTuple_GET_ITEM(pair, 0)) ||
-        !PyUnicode_Check(PyTuple_GET_ITEM(pair, 1)))
-        return pli_error(PyExc_TypeError, "buffers has %R: give pairs of (dict, name)",
-                         pair);
-    owner = PyTuple_GET_ITEM(pair, 0);
-    name = PyTuple_GET_ITEM(pair, 1);
+    int is_uncounted;
+    if (!PyTuple_Check(entry) ||
+        !PyArg_ParseTuple(entry, "O!O!p", &PyDict_Type, &owner, &PyUnicode_Type, &name,
+                          &is_uncounted))
+        return pli_error(PyExc_TypeError,
+                         "buffers has %R: give (dict, name, is_uncounted)", entry);
     PyObject *object = PyDict_GetItemWithError(owner, name);
     if (object == NULL) {
         if (!PyErr_Occurred())
@@ -140,7 +139,8 @@ static int read_buffer(const module_state *state, dl_device place, PyObject *pai
     if (pli_tensor_read_on(state, place, object, "a buffer", &tensor) != 0)
         return -1;
     *out = (reducer_buffer){.owner = Py_NewRef(owner), .name = Py_NewRef(name)};
-    *n_bytes = pli_layout_bytes(&tensor.layout);
+    *spec = (pl_buffer_spec){.n_bytes = pli_layout_bytes(&tensor.layout),
+                             .is_uncounted = is_uncounted};
     return 0;
 }
 
@@ -150,12 +150,12 @@ static int read_buffers(const module_state *state, dl_device place, PyObject *bu
     const size_t n = (size_t)PyList_GET_SIZE(buffers);
     if (pli_check(state,
                   pli_calloc(n, sizeof *out->buffers, "buffers", &out->buffers)) != 0 ||
-        pli_check(state, pli_calloc(n, sizeof *out->buffer_bytes, "buffers",
-                                    &out->buffer_bytes)) != 0)
+        pli_check(state, pli_calloc(n, sizeof *out->buffer_specs, "buffers",
+                                    &out->buffer_specs)) != 0)
         return -1;
     for (size_t b = 0; b < n; b++, out->n_buffers++)
         if (read_buffer(state, place, PyList_GET_ITEM(buffers, (Py_ssize_t)b),
-                        &out->buffers[b], &out->buffer_bytes[b]) != 0)
+                        &out->buffers[b], &out->buffer_specs[b]) != 0)
             return -1;
     return 0;
 }
@@ -216,7 +216,7 @@ static int read_parts(const module_state *state, dl_device place,
     out->spec = (pl_step_spec){.layouts = out->layouts,
                                .is_sparse = out->is_sparse,
                                .n_params = out->n_params,
-                               .buffer_bytes = out->buffer_bytes,
+                               .buffers = out->buffer_specs,
                                .n_buffers = out->n_buffers,
                                .view_bytes = (size_t)args->view_bytes,
                                .world_size = args->world_size};
@@ -231,7 +231,7 @@ static void free_spec(reducer_parts *parts)
         pli_free(parts->layouts[i]);
     pli_free(parts->layouts);
     pli_free(parts->is_sparse);
-    pli_free(parts->buffer_bytes);
+    pli_free(parts->buffer_specs);
     pli_free((void *)parts->spec.caps.each);
 }
 

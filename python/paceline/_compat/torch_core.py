@@ -5,7 +5,6 @@ Code outside ``_compat`` uses no private name of torch and does not check its ve
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import sys
@@ -222,18 +221,6 @@ def increment_version(tensors: Any) -> None:
         return
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
-
-
-def versions_kept(tensors: list[torch.Tensor]) -> Any:
-    """Return a context whose writes to these tensors autograd does not count."""
-    keep: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    try:
-        return keep(tuple(tensors))
-    except AttributeError:  # one tensor at a time
-        stack = contextlib.ExitStack()
-        for tensor in tensors:
-            stack.enter_context(keep(tensor))
-        return stack
 
 
 def after_node(node: Any, call: Callable[[], Any]) -> None:

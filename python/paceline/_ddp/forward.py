@@ -26,8 +26,7 @@ def begin(
     if not torch.is_grad_enabled():
         is_to_apply = has_buffers and wrapper.require_forward_param_sync
         if session.reducer is not None and is_to_apply:
-            with torch_core.versions_kept(session.model.statistics()):
-                session.reducer.apply_buffers()
+            session.reducer.apply_buffers()
         return None
     try:
         reducer = _begin_training(wrapper, session, has_buffers)
@@ -38,7 +37,11 @@ def begin(
     if reducer is None:
         return None
     if has_buffers and session.model.buffers and session.syncs_buffers:
-        _take_buffers(wrapper, session, reducer)
+        # Take over rank 0's buffers, which torch's class sends before each forward.
+        if not session.join.is_active:
+            reducer.sync_buffers()
+        elif not torch_core.is_in_backward():
+            reducer.apply_buffers()
     session.requested_step = -1
     return ForwardPass(session, reducer)
 
@@ -81,21 +84,6 @@ def _begin_training(
         if session.sync:
             session.log.forward_begins(session)
     return reducer
-
-
-def _take_buffers(
-    wrapper: TorchDDP, session: Session, reducer: _native.Reducer
-) -> None:
-    """Take over rank 0's buffers, which torch's class sends before each forward."""
-    if not session.join.is_active:
-        # The graph of another wrapper, or a retained one, may have saved statistics.
-        # On a GPU this call writes nothing.
-        is_on_cpu = wrapper.device_type == "cpu"
-        written = session.model.statistics() if is_on_cpu else []
-        with torch_core.versions_kept(written):
-            reducer.sync_buffers()
-    elif not torch_core.is_in_backward():
-        reducer.apply_buffers()
 
 
 def end(

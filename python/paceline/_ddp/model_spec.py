@@ -53,9 +53,9 @@ class Model:
     parameters: list[tuple[str, torch.nn.Parameter]]
     # All that are not ignored: full name, their `_buffers`, and the name there.
     buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
-    # Parts whose forward in training writes their statistics, which autograd does not
-    # count: their backward needs those of the batch.
-    norms: list[torch.nn.Module] = field(default_factory=list, repr=False)
+    # The ``id`` of the `_buffers` of norms.  Their forward in training writes running
+    # statistics, which autograd does not count: backward needs those of the batch.
+    norms: frozenset[int] = field(default=frozenset(), repr=False)
     declared_sparse: frozenset[int] = field(default=frozenset(), repr=False)
     unaveraged: frozenset[int] = field(default=frozenset(), repr=False)
     uncopied: frozenset[int] = field(default=frozenset(), repr=False)
@@ -73,7 +73,7 @@ class Model:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         averaged: dict[int, tuple[str, torch.nn.Parameter]] = {}
         places: dict[int, tuple[dict[str, Any], str]] = {}
-        norms = []
+        norms = set()
         listed = list(module.named_parameters())
         for prefix, part in module.named_modules():
             for name, p in torch_groups.own_parameters(part):
@@ -85,8 +85,8 @@ class Model:
                 for name, p in torch_groups.dtensor_parameters(part)
             ]
             held = _as_dict(part._buffers)
-            if isinstance(part, torch_core.NORMS) and "running_mean" in held:
-                norms.append(part)
+            if isinstance(part, torch_core.NORMS):
+                norms.add(id(held))
             for name, buffer in held.items():
                 places.setdefault(id(buffer), (held, name))
         copied = {id(p): (name, p) for name, p in listed if name not in ignored}
@@ -105,7 +105,7 @@ class Model:
             list(averaged.values())
             + [named for key, named in copied.items() if key not in averaged],
             buffers,
-            norms,
+            frozenset(norms),
             _declared_sparse(module),
             unaveraged=frozenset(copied.keys() - averaged.keys()),
             uncopied=frozenset(averaged.keys() - copied.keys()),
@@ -136,13 +136,12 @@ class Model:
             tensors += [owner[name] for _, owner, name in self.buffers]
         return tensors
 
-    def statistics(self) -> list[torch.Tensor]:
-        """Return the statistics of :attr:`norms`."""
+    def places(self) -> list[tuple[dict[str, Any], str, bool]]:
+        """Return each buffer's dict, its name there, and if writes are uncounted."""
+        statistics = ("running_mean", "running_var")
         return [
-            buffer
-            for part in self.norms
-            for name in ("running_mean", "running_var")
-            if (buffer := part._buffers.get(name)) is not None
+            (owner, name, name in statistics and id(owner) in self.norms)
+            for _, owner, name in self.buffers
         ]
 
     def without(self, *, frozen: bool, buffers: bool) -> Model:

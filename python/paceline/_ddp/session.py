@@ -204,12 +204,12 @@ class Session:
         is_by_group = uses_group and not meeting.ranks_by_host
         caps = options.caps_of(is_by_group=is_by_group, is_on_gpu=gpu is not None)
         buffers = model.buffers if self.sends_buffers else []
-        owners = [(owner, name) for _, owner, name in buffers]
+        places = model.places() if self.sends_buffers else []
         bytes_of = (caps.bucket_bytes, caps.last_bytes)
         view_bytes = 0 if stands_in else options.view_bytes(is_on_gpu=gpu is not None)
         native = gpu.native if gpu is not None else None
         arena_bytes, n_ops, host_bytes = _native.measure(
-            reduced, owners, *bytes_of, model.sparse, native, meeting.size
+            reduced, places, *bytes_of, model.sparse, native, meeting.size
         )
         arena_bytes = max(arena_bytes, MIB)
         device = {}
@@ -222,7 +222,7 @@ class Session:
                 tensors = model.tensors(options.sync_buffers_at_start)
                 copy_model(world, options.group, tensors)
             reducer = _native.Reducer(
-                world, reduced, owners, *bytes_of, view_bytes, model.sparse, caps.each
+                world, reduced, places, *bytes_of, view_bytes, model.sparse, caps.each
             )
             mixed_precision.release(reduced)
             reducer.binds_new = stands_in

@@ -170,11 +170,11 @@ BAD_TENSORS = {
     "params: complex32": (([half_complex()], []), ["parameter", "type"]),
     "buffers: no list": (([PARAM], 3), ["must be list, not int"]),
     "buffers: number": (([PARAM], [3]), ["buffers"]),
-    "buffers: triple": (([PARAM], [({}, "a", 1)]), ["buffers"]),
-    "buffers: no dict": (([PARAM], [(3, "a")]), ["buffers", "dict"]),
-    "buffers: missing": (([PARAM], [({}, "a")]), ["'a'"]),
-    "buffers: no tensor": (([PARAM], [({"a": 3}, "a")]), ["buffer"]),
-    "buffers: None": (([PARAM], [({"a": None}, "a")]), ["buffer"]),
+    "buffers: pair": (([PARAM], [({}, "a")]), ["buffers"]),
+    "buffers: no dict": (([PARAM], [(3, "a", False)]), ["buffers", "dict"]),
+    "buffers: missing": (([PARAM], [({}, "a", False)]), ["'a'"]),
+    "buffers: no tensor": (([PARAM], [({"a": 3}, "a", False)]), ["buffer"]),
+    "buffers: None": (([PARAM], [({"a": None}, "a", False)]), ["buffer"]),
 }
 
 

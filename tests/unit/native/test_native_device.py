@@ -276,7 +276,7 @@ def test_hundreds_of_devices_worlds_and_reducers_leave_nothing(stream):
     def make():
         params = parameters(3, 1000)
         buffers = {"mean": torch.ones(3)}
-        reducer = make_device_reducer(params, [(buffers, "mean")])
+        reducer = make_device_reducer(params, [(buffers, "mean", False)])
         backward((params[0], 1), (params[1], 2))
         params[1].grad = None
         del reducer

@@ -37,10 +37,10 @@ def test_a_thousand_reducers_leave_nothing_whether_they_are_made_or_not(is_made)
 
     def make():
         if is_made:
-            make_reducer(world, params, [(owner, name)])
+            make_reducer(world, params, [(owner, name, False)])
             return
         with pytest.raises(RuntimeError, match="doesn't require grad"):
-            make_reducer(world, params, [(owner, name)])
+            make_reducer(world, params, [(owner, name, False)])
 
     assert_leaves_nothing(make, world, owner, name, *params, n=1000 if is_made else 200)
     assert not small._post_accumulate_grad_hooks
@@ -110,7 +110,9 @@ def test_a_wrapper_and_its_reducer_in_a_cycle_are_collected():
     world = make_world(arena_bytes=MIB)
     net = nn.Linear(20, 20)
     net.register_buffer("kept", torch.zeros(1))
-    reducer = make_reducer(world, list(net.parameters()), [(net._buffers, "kept")])
+    reducer = make_reducer(
+        world, list(net.parameters()), [(net._buffers, "kept", False)]
+    )
     net.holder = {"reducer": reducer}
     net._buffers["kept"].reducer = reducer  # a cycle through the reducer
     step(reducer, list(net.parameters()))
