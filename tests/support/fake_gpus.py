@@ -232,7 +232,15 @@ def show_own(rank: int) -> None:
     _gpu.machine = machine = OwnGpu(rank)
     torch_cuda.current_stream = machine.current_stream
     torch_cuda.empty_cache = lambda: fake().fake_empty_caches()
+    watch(fake())
     torch_core.attach()
+
+
+def watch(loaded: ctypes.CDLL | None) -> None:
+    """Have the fake check the order of all uses of devices' memory; None: of none."""
+    told = loaded and ctypes.cast(loaded.fake_allocated, ctypes.c_void_p)
+    asked = loaded and ctypes.cast(loaded.fake_freed, ctypes.c_void_p)
+    devices.native.library.devices_watch(told, asked)
 
 
 _PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=4,schedule=late"
@@ -256,6 +264,7 @@ def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
         torch_cuda.current_stream = lambda index: machine.current_stream(index)
         torch_core.attach()
         compared, segments.COMPARED_BYTES = segments.COMPARED_BYTES, 0
+        watch(loaded)
         try:
             yield machine
             loaded.fake_synchronize_all()
@@ -264,6 +273,7 @@ def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
         finally:
             segments.COMPARED_BYTES = compared
             _let_go(loaded)
+            watch(None)
             _gpu.machine, torch_cuda.current_stream, opened = before
             _gpu._opened.update(opened)
             torch_core.attach()

@@ -152,6 +152,13 @@ FAKE_API int64_t fake_sent_bytes(int device, int to);
  * segments: peer access does not reach it. */
 FAKE_API void fake_unshare(const void *memory);
 
+/* Memory of torch's allocator, on a device and a stream.  fake_freed(): it is an error
+ * unless one of `streams` waits for each use: the stream of the allocation, and those
+ * of record_stream().  Returns whether the memory must stay: work on it is not done. */
+FAKE_API void fake_allocated(const void *memory, size_t n_bytes, int device,
+                             int64_t stream);
+FAKE_API int fake_freed(const void *memory, const int64_t *streams, int n_streams);
+
 /* From now on neither device can get access to the other's memory. */
 FAKE_API void fake_part(int device, int other);
 

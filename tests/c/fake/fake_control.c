@@ -288,6 +288,7 @@ void fake_reset(const fake_options *options)
     fk_capture_reset();
     fk_graph_reset();
     fk_schedule_reset();
+    fk_clock_reset();
     fk_nccl_reset();
     fk_memory_reset();
     forget_objects();

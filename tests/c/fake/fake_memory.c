@@ -267,20 +267,29 @@ int fk_free(void *memory, int is_nccl)
     return CUDA_SUCCESS;
 }
 
-static int touches(const fk_op *op, const char *low, const char *high)
+int fk_op_address(const fk_op *op, size_t i, const void **out)
 {
     switch (op->kind) {
     case FK_KERNEL:
-        return fk_kernel_touches(op, low, high);
+        return fk_kernel_address(op, i, out);
     case FK_LAUNCH:
-        return fk_launch_touches(op, low, high);
+        return fk_launch_address(op, i, out);
     case FK_COPY:
     case FK_FILL:
-        return (op->to >= low && op->to < high) ||
-               (op->is_from_device && op->from >= low && op->from < high);
+        *out = i == 0 ? op->to : op->from;
+        return i == 0 || (i == 1 && op->is_from_device);
     default:
         return 0;
     }
+}
+
+int fk_op_touches(const fk_op *op, const char *low, const char *high)
+{
+    const void *at = NULL;
+    for (size_t i = 0; fk_op_address(op, i, &at); i++)
+        if ((const char *)at >= low && (const char *)at < high)
+            return 1;
+    return 0;
 }
 
 const fk_op *fk_in_flight(const void *memory, int is_of_nccl)
@@ -288,7 +297,7 @@ const fk_op *fk_in_flight(const void *memory, int is_of_nccl)
     const allocation *it = find(memory);
     for (const fk_op *op = fk.first; op != NULL && it != NULL; op = op->next)
         if ((op->kind == FK_LAUNCH || !is_of_nccl) &&
-            touches(op, it->base, it->base + it->n_bytes))
+            fk_op_touches(op, it->base, it->base + it->n_bytes))
             return op;
     return NULL;
 }

@@ -106,7 +106,7 @@ size_t fk_args_bytes(const fk_kernel *kernel)
 
 /* Any word of the arguments of a test's kernel may be an address: such arguments have
  * no padding. */
-static int address_of(const fk_op *op, size_t i, const void **out)
+int fk_kernel_address(const fk_op *op, size_t i, const void **out)
 {
     if (op->kernel->is_ours)
         return host_kernel_address(op->kernel->name, op->args, i, out);
@@ -114,15 +114,6 @@ static int address_of(const fk_op *op, size_t i, const void **out)
         return 0;
     memcpy(out, op->args + i * sizeof *out, sizeof *out);
     return 1;
-}
-
-int fk_kernel_touches(const fk_op *op, const char *low, const char *high)
-{
-    const void *at = NULL;
-    for (size_t i = 0; address_of(op, i, &at); i++)
-        if ((const char *)at >= low && (const char *)at < high)
-            return 1;
-    return 0;
 }
 
 /* A context in which a kernel has failed cannot be used any more. */
@@ -135,7 +126,7 @@ static void fail(const fk_op *op, const char *why, int result)
 int fk_kernel_may_run(const fk_op *op)
 {
     const void *at = NULL;
-    for (size_t i = 0; address_of(op, i, &at); i++) {
+    for (size_t i = 0; fk_kernel_address(op, i, &at); i++) {
         const int owner = fk_owner_of(at);
         if (fk_has_access(op->device, owner) &&
             (owner == op->device || owner < 0 || fk_is_shared(at)))

@@ -37,16 +37,13 @@ void fk_launch_count_graph(const fk_op *op, int by)
         fk_moved();
 }
 
-int fk_launch_touches(const fk_op *op, const char *low, const char *high)
+int fk_launch_address(const fk_op *op, size_t i, const void **out)
 {
-    for (size_t i = 0; i < op->launch->n_tasks; i++) {
-        const fk_task *task = &op->launch->tasks[i];
-        const char *from = task->from;
-        const char *to = task->to;
-        if ((from >= low && from < high) || (to >= low && to < high))
-            return 1;
-    }
-    return 0;
+    if (i / 2 >= op->launch->n_tasks)
+        return 0;
+    const fk_task *task = &op->launch->tasks[i / 2];
+    *out = i % 2 == 0 ? task->to : task->from;
+    return 1;
 }
 
 /* All ranks must issue operations in the same order. */

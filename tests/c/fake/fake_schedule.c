@@ -16,6 +16,7 @@ fk_op *fk_op_new(fk_op_kind kind, int device, const char *what)
     op->device = device;
     op->what = what;
     op->id = ++fk.n_ids;
+    op->lane = FK_GRAPH_LANE;
     return op;
 }
 
@@ -89,7 +90,10 @@ void fk_op_drop(fk_op *op)
 
 void fk_op_depend(fk_op *op, fk_op *on)
 {
-    if (on == NULL || on->state == FK_DONE)
+    if (on == NULL)
+        return;
+    fk_clock_follow(op, on);
+    if (on->state == FK_DONE)
         return;
     for (size_t i = 0; i < op->deps.n; i++)
         if (op->deps.ops[i] == on)
@@ -114,6 +118,7 @@ void fk_op_submit(fk_op *op)
         queue_up(op);
     if (op->kind == FK_LAUNCH)
         fk_launch_number(op);
+    fk_clock_submit(op);
     op->is_submitted = 1;
     op->previous = fk.last;
     if (fk.last != NULL)

@@ -5,6 +5,7 @@ void fk_stream_init(CUstream stream, int device, unsigned flags)
 {
     stream->device = device;
     stream->flags = flags;
+    stream->lane = device; /* of the default stream; see create() */
 }
 
 int fk_stream(CUstream handle, CUstream *out)
@@ -51,9 +52,18 @@ static void depend_on_legacy(fk_op *op, CUstream stream)
     }
 }
 
+fk_op *fk_stream_next(CUstream stream)
+{
+    fk_op *op = fk_op_new(FK_MARK, stream->device, "what comes next");
+    fk_op_depend(op, stream->tail);
+    depend_on_legacy(op, stream);
+    return op;
+}
+
 int fk_enqueue(fk_op *op, CUstream stream)
 {
     op->stream_id = stream->object.id;
+    op->lane = stream->lane;
     if (stream->capture != NULL)
         return fk_capture_take(op, stream);
     const int result = fk_forbid_implicit(stream, op->what);
@@ -68,7 +78,11 @@ int fk_enqueue(fk_op *op, CUstream stream)
     fk_op_submit(op);
     if (!fk.options.blocking || stream != &fk.contexts[stream->device].legacy)
         return CUDA_SUCCESS;
-    return fk_wait_for(stream->tail, op->what);
+    /* The real host goes on. */
+    const fk_clock host = fk.host;
+    const int waited = fk_wait_for(stream->tail, op->what);
+    fk.host = host;
+    return waited;
 }
 
 static int create(CUstream *out, unsigned flags)
@@ -81,6 +95,7 @@ static int create(CUstream *out, unsigned flags)
         return CUDA_ERROR_INVALID_VALUE;
     CUstream stream = fk_new(sizeof *stream);
     fk_stream_init(stream, context->device, flags);
+    stream->lane = FK_MAX_DEVICES + fk.n_lanes++ % (FK_GRAPH_LANE - FK_MAX_DEVICES);
     fk_object_add(&stream->object, FAKE_STREAMS);
     *out = stream;
     return CUDA_SUCCESS;

@@ -53,6 +53,7 @@ int fk_wait_for(fk_op *op, const char *who)
             result = give_up(op, who);
         }
     }
+    fk_clock_host_follows(op);
     fk_op_drop(op);
     return result;
 }
@@ -88,20 +89,24 @@ int fk_wait_device(int device, const char *who)
     for (size_t i = 0; i < list.n; i++)
         fk_op_drop(list.ops[i]);
     fk_list_free(&list);
+    fk_clock_host_follows_device(device);
     return result;
 }
 
 /* Programs may poll: by then some operation must be done. */
 int fk_query(fk_op *op)
 {
-    if (op == NULL || op->state == FK_DONE)
+    if (op == NULL)
         return CUDA_SUCCESS;
-    if (op->n_queries++ > (int)fk_below(16)) {
+    if (op->state != FK_DONE && op->n_queries++ > (int)fk_below(16)) {
         fk_need(op);
         while (op->state != FK_DONE && (fk_run_one(1) || fk_proxy_step(op->device)))
             continue;
     }
-    return op->state == FK_DONE ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    if (op->state != FK_DONE)
+        return CUDA_ERROR_NOT_READY;
+    fk_clock_host_follows(op);
+    return CUDA_SUCCESS;
 }
 
 int fake_synchronize_all(void)

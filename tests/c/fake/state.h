@@ -24,6 +24,13 @@ typedef struct fk_launch fk_launch;
 typedef struct fk_capture fk_capture;
 typedef struct fk_world fk_world;
 
+/* The streams' clocks: fake_order.c.  Those of many streams share a lane. */
+enum { FK_LANES = 64, FK_GRAPH_LANE = FK_LANES - 1 };
+
+typedef struct fk_clock {
+    uint64_t times[FK_LANES];
+} fk_clock;
+
 typedef struct fk_list {
     fk_op **ops;
     size_t n, room;
@@ -44,6 +51,7 @@ struct CUstream_st {
     fk_object object;
     int device;
     unsigned flags;
+    int lane;
     fk_op *tail; /* the newest operation; counted */
     fk_capture *capture;
     fk_op *node; /* the newest in the capture; counted */
@@ -121,6 +129,8 @@ struct fk_op {
     int device;
     int id;
     int stream_id;
+    int lane;
+    fk_clock clock;     /* what it comes after, itself included */
     int event_id;       /* of a record or a wait */
     const char *what;   /* the call that enqueued it */
     fk_list deps;       /* counted; what it waits for, or did */
@@ -163,6 +173,9 @@ typedef struct fk_state {
     uint64_t draw;
     int is_forked;    /* in a child, after the parent's cuInit */
     uint64_t resting; /* bits: streams that rest for now */
+    int n_lanes;
+    uint64_t ticks[FK_LANES];
+    fk_clock host; /* what the host has waited for */
     int is_initialized;
     int is_stuck; /* something that never comes was reported */
     int sticky;   /* a kernel has failed: the result of all later calls */
@@ -245,16 +258,27 @@ int fk_free(void *memory, int is_nccl);
 /* An operation that is not done and touches the allocation, any or only one of NCCL;
  * NULL if there is none. */
 const fk_op *fk_in_flight(const void *memory, int is_of_nccl);
+/* The i-th address of device memory that an operation names; 0: there are fewer. */
+int fk_op_address(const fk_op *op, size_t i, const void **out);
+int fk_op_touches(const fk_op *op, const char *low, const char *high);
 void fk_memory_open(void); /* while operations are executed */
 void fk_memory_close(void);
 void fk_memory_reset(void);
+
+/* ---- fake_order.c --------------------------------------------------------------- */
+
+void fk_clock_follow(fk_op *op, const fk_op *on);
+void fk_clock_submit(fk_op *op); /* it gets its time, and its uses are noted */
+void fk_clock_host_follows(const fk_op *op);
+void fk_clock_host_follows_device(int device);
+void fk_clock_reset(void);
 
 /* ---- fake_module.c -------------------------------------------------------------- */
 
 size_t fk_args_bytes(const fk_kernel *kernel);
 int fk_kernel_may_run(const fk_op *op);
 void fk_kernel_check(const fk_op *op); /* checks its execution */
-int fk_kernel_touches(const fk_op *op, const char *low, const char *high);
+int fk_kernel_address(const fk_op *op, size_t i, const void **out);
 
 /* A kernel needs one, and an NCCL launch until its peers have come. */
 static inline int fk_slots_needed(const fk_op *op)
@@ -309,6 +333,7 @@ void fk_unhide_all(void);
 /* The stream of a handle; if that is NULL, of the current context. */
 int fk_stream(CUstream handle, CUstream *out);
 void fk_stream_init(CUstream stream, int device, unsigned flags);
+fk_op *fk_stream_next(CUstream stream); /* an operation that comes next there */
 /* Puts it into the stream, in CUDA's order, or into its capture; takes the caller's
  * reference, also on failure. */
 int fk_enqueue(fk_op *op, CUstream stream);
@@ -335,7 +360,7 @@ void fk_graph_reset(void);
 /* ---- fake_nccl_*.c -------------------------------------------------------------- */
 
 void fk_launch_begin(fk_op *op); /* becomes resident */
-int fk_launch_touches(const fk_op *op, const char *low, const char *high);
+int fk_launch_address(const fk_op *op, size_t i, const void **out);
 int fk_launch_poll(fk_op *op); /* 1 if a part has come: it may be done now */
 void fk_launch_done(fk_op *op);
 void fk_launch_need(const fk_op *op, fk_list *list); /* marks its peers' */

@@ -17,6 +17,8 @@
 #include <torch/library.h>
 
 #include <cstdlib>
+#include <mutex>
+#include <unordered_map>
 
 using namespace devices;
 
@@ -90,6 +92,61 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 /* ---- memory and generators ------------------------------------------------------ */
+
+/* Memory of a tensor, and the streams that its next user will follow: that of the
+ * allocation, then those of record_stream(). */
+struct Block {
+    c10::Storage memory; /* the CPU's */
+    std::vector<int64_t> streams;
+};
+
+/* fake_allocated() and fake_freed(); NULL: no order is checked. */
+using Allocated = void (*)(const void *, size_t, int, int64_t);
+using Freed = int (*)(const void *, const int64_t *, int);
+std::atomic<Allocated> allocated{nullptr};
+std::atomic<Freed> freed{nullptr};
+std::mutex blocks_lock;
+std::unordered_map<const void *, Block *> blocks;
+std::vector<Block *> in_flight; /* freed, while work touches them */
+
+/* Frees a block, or keeps it until its work is done.  Values that are read too late are
+ * not numbers. */
+void give_back(Block *block)
+{
+    void *memory = block->memory.mutable_data();
+    const Freed asked = freed;
+    const auto &streams = block->streams;
+    if (asked && memory && asked(memory, streams.data(), int(streams.size()))) {
+        const std::lock_guard guard(blocks_lock);
+        in_flight.push_back(block);
+        return;
+    }
+    if (asked && memory && block->memory.use_count() == 1)
+        memset(memory, 0xff, block->memory.nbytes());
+    delete block;
+}
+
+void give_back_again()
+{
+    std::vector<Block *> waiting;
+    {
+        const std::lock_guard guard(blocks_lock);
+        waiting.swap(in_flight);
+    }
+    for (Block *block : waiting)
+        give_back(block);
+}
+
+void release(void *held)
+{
+    auto *block = static_cast<Block *>(held);
+    {
+        const std::lock_guard guard(blocks_lock);
+        blocks.erase(block->memory.data());
+    }
+    give_back(block);
+    give_back_again();
+}
 
 struct HostMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t n_bytes) override
@@ -227,8 +284,12 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor &input, const Tensor &hidden,
     return {(hx - made) * kept + made, reset};
 }
 
-void record_stream(Tensor &, c10::Stream)
+void record_stream(Tensor &tensor, c10::Stream stream)
 {
+    const std::lock_guard guard(blocks_lock);
+    const auto found = blocks.find(tensor.storage().data());
+    if (found != blocks.end())
+        found->second->streams.push_back(stream.id());
 }
 
 /* The CPU's result has no memory, and so could not become a tensor of this backend. */
@@ -347,6 +408,18 @@ DeviceIndex devices::current_device()
     return current;
 }
 
+c10::DataPtr devices::data_over(const c10::Storage &memory, Device device)
+{
+    const int64_t stream = streams[device.index()];
+    void *data = memory.mutable_data();
+    auto *block = new Block{memory, {stream}};
+    if (const Allocated told = allocated; told && data)
+        told(data, memory.nbytes(), device.index(), stream);
+    const std::lock_guard guard(blocks_lock);
+    blocks[data] = block;
+    return c10::DataPtr(data, block, &release, device);
+}
+
 c10::Allocator *devices::allocator()
 {
     return &memory;
@@ -378,6 +451,14 @@ int64_t devices_stream(int index)
 void devices_set_stream(int index, int64_t stream)
 {
     streams[index] = stream;
+}
+
+/* Check the order of uses of all memory allocated from now on; NULL: of none. */
+void devices_watch(Allocated told, Freed asked)
+{
+    allocated = told;
+    freed = asked;
+    give_back_again();
 }
 
 /* Make a device draw from the generator at this address. */

@@ -26,11 +26,14 @@ void let_go(void *storage)
 /* Return a storage over the memory of another one; it keeps the other alive. */
 c10::Storage storage_over(const c10::Storage &other, Device device)
 {
+    const auto size = c10::Storage::use_byte_size_t();
+    if (!device.is_cpu())
+        return c10::Storage(size, other.nbytes(), data_over(other, device), allocator(),
+                            other.resizable());
     auto *held = new c10::Storage(other);
     c10::DataPtr memory(other.mutable_data(), held, &let_go, device);
-    c10::Allocator *ways = device.is_cpu() ? c10::GetCPUAllocator() : allocator();
-    return c10::Storage(c10::Storage::use_byte_size_t(), other.nbytes(),
-                        std::move(memory), ways, other.resizable());
+    return c10::Storage(size, other.nbytes(), std::move(memory), c10::GetCPUAllocator(),
+                        other.resizable());
 }
 
 /* Return the same dispatch keys for the other kind of device. */
@@ -248,9 +251,7 @@ void Operation::write_back()
             memory.cpu.nbytes() == memory.device.nbytes())
             continue;
         c10::StorageImpl *device = memory.device.unsafeGetStorageImpl();
-        device->set_data_ptr_noswap(c10::DataPtr(memory.cpu.mutable_data(),
-                                                 new c10::Storage(memory.cpu), &let_go,
-                                                 device->device()));
+        device->set_data_ptr_noswap(data_over(memory.cpu, device->device()));
         device->set_nbytes(memory.cpu.nbytes());
     }
     for (const Pair &pair : std::vector<Pair>(pairs)) {

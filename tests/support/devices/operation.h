@@ -19,5 +19,7 @@ void copy_values(const Tensor &from, const Tensor &to);
 
 Generator default_generator(DeviceIndex index);
 DeviceIndex current_device();
+/* Memory of the CPU as a device's; it is watched until it is freed. */
+c10::DataPtr data_over(const c10::Storage &memory, Device device);
 c10::Allocator *allocator();
 } // namespace devices
