@@ -182,8 +182,9 @@ class Gradients:
         if arrival.total is None:  # more came than autograd announced
             self._allocate_totals([arrival])
         arrival.is_begun = True
-        self.group.hold(self.streams, arrival.release)
         arrival.sum.begin(self.group.rooms, arrival.total)
+        # Not before: settle(), in another thread, must find a sum that has begun.
+        self.group.hold(self.streams, arrival.release)
 
     def collect(self, i: int) -> list[torch.Tensor | None]:
         """Return the sum of the gradients of members 1, 2, ..., for each tensor."""

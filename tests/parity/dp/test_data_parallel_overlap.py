@@ -86,3 +86,26 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
     # Member 0's stream waits for no sum before the end.
     assert len(collected) == DEPTH + 1
     assert len({it[1] for it in log if it[0] == "begin"}) <= n - 1  # never member 0
+
+
+def test_memory_of_a_sum_is_kept_if_another_backward_ends_as_it_begins(monkeypatch):
+    """The fake says so if memory is freed while a sum may use it."""
+
+    class Sum:
+        def __init__(self, native, group):
+            self.native, self.group = native, group
+
+        def begin(self, *arguments):
+            self.group.settle()  # as another thread's backward does
+            self.native.begin(*arguments)
+
+        def __getattr__(self, name):
+            return getattr(self.native, name)
+
+    take = segments.Segment.take_sum
+    monkeypatch.setattr(segments.Segment, "take_sum", lambda s: Sum(take(s), s._group))
+    with fake_gpus.several(3):
+        ours = paceline.DataParallel(nn.Linear(WIDTH, WIDTH).to("gpu:0"), [0, 1, 2])
+        for _ in range(3):
+            loss_of(ours(integers(6, WIDTH).float())).backward()
+        del ours
