@@ -326,7 +326,7 @@ def open_all(name: str) -> Iterator[Recording | RecordingError]:
             recording = Recording(path)
             process = Process.of(pid)
         except RecordingError as error:
-            yield error
+            yield error.with_traceback(None)  # it would keep the file open
         except (OSError, ValueError):
             continue  # closed in the meantime, or not yet complete
         else:

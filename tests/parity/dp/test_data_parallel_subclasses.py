@@ -464,7 +464,7 @@ REFUSED = [
     ),
     *("torch.ones(1, device='cuda')", "torch.cuda.set_device(0)"),
     *("torch.cuda.current_device()", "torch.cuda.synchronize()"),
-    *("torch.cuda.Stream()", "torch.cuda.Event()"),
+    *("torch.cuda.Stream()", "torch.cuda.Event().record()"),
 ]
 
 

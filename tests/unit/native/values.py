@@ -154,6 +154,9 @@ def same(left, right):
         return list(left) == list(right) and all(same(left[k], right[k]) for k in left)
     if isinstance(left, list | tuple | deque):
         return len(left) == len(right) and all(map(same, left, right))
+    if dataclasses.is_dataclass(left):
+        names = [field.name for field in dataclasses.fields(left)]
+        return all(same(getattr(left, n), getattr(right, n)) for n in names)
     if hasattr(left, "__dict__"):
         return same(left.__dict__, right.__dict__)
     return left == right
