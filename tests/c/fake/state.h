@@ -240,14 +240,18 @@ int fk_owner_of(const void *at);      /* of allocated memory; -1: not allocated 
 int fk_is_pinned(const void *at);
 void fk_pin(void *memory, size_t n_bytes, int is_ours);
 int fk_unpin(void *memory, int is_ours);
-int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out);
-int fk_free(void *memory, int is_nccl);
-/* An operation that is not done and touches the allocation, any or only one of NCCL;
- * NULL if there is none. */
-const fk_op *fk_in_flight(const void *memory, int is_of_nccl);
+int fk_alloc(int device, size_t n_bytes, void **out);
+int fk_free(void *memory);
+/* An operation that is not done and touches the allocation; NULL if there is none. */
+const fk_op *fk_in_flight(const void *memory);
 void fk_memory_open(void); /* while operations are executed */
 void fk_memory_close(void);
 void fk_memory_reset(void);
+
+/* ---- fake_torch.c --------------------------------------------------------------- */
+
+void fk_torch_reuse(void); /* what is freed, and done with */
+void fk_torch_reset(void);
 
 /* ---- fake_module.c -------------------------------------------------------------- */
 
