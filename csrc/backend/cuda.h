@@ -44,18 +44,6 @@ pl_stream *pli_cuda_side_stream(pl_backend *backend);
 /* Non-zero in *out if work on `stream` is being captured into a graph. */
 pl_status pli_cuda_is_capturing(pl_backend *backend, pl_stream *stream,
                                 int *out) PL_MUST_USE;
-/* Non-zero if one of n streams is being captured, or if the driver returns an error. */
-static inline int pli_cuda_may_any_be_captured(pl_backend *backend,
-                                               pl_stream *const *streams, int n)
-{
-    for (int i = 0; i < n; i++) {
-        int is_captured = 0;
-        if (pli_cuda_is_capturing(backend, streams[i], &is_captured) != PL_OK ||
-            is_captured)
-            return 1;
-    }
-    return 0;
-}
 
 /* Between enter and leave, the device's context is current in this thread, and calls
  * that a capture in another thread would forbid are allowed.  Scopes nest. */

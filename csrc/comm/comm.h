@@ -26,16 +26,6 @@ typedef struct pli_order {
     pl_event *ready; /* the range is valid after this event; NULL on the CPU */
 } pli_order;
 
-/* A reference to device memory, which stays valid and in place until `release` drops
- * the last reference.  Any thread may release, even after the world is destroyed or
- * during a graph capture.  Streams that wait for the world's operations may still read
- * the memory then; it is reused or freed after their work.  Each kind's struct begins
- * with this one. */
-typedef struct pli_memory_ref pli_memory_ref;
-struct pli_memory_ref {
-    void (*release)(pli_memory_ref *ref);
-};
-
 /* Queries for threads other than the rank's own. */
 typedef enum pli_query {
     PLI_QUERY_GONE,  /* fails if a rank is gone; does not fail the world */
@@ -94,20 +84,19 @@ typedef struct pli_device_ops {
     /* Orders later work on `stream` after all device operations issued so far, which
      * are enqueued by then. */
     pl_status (*order)(pl_comm *comm, pl_stream *stream);
-    /* Orders the release of the world's memory after the work on `stream`.  Call after
-     * a failed step, whose work may still touch the memory. */
+    /* Has the world's memory outlive the work on `stream`.  Call after a failed step,
+     * whose work may still touch the memory. */
     void (*follow)(pl_comm *comm, pl_stream *stream);
     /* After a failure: PL_EPEER if this device has lost means of a finished step, so
      * that the ranks' weights may differ.  Then leaves the world, with that message. */
     pl_status (*check_means)(pl_comm *comm);
-    /* retain_memory() returns a new reference to the present device memory.  renew()
-     * gives the world other memory with undefined contents; no operation may be in
-     * flight.  Retained memory stays valid.  Neither call is collective. */
-    pli_memory_ref *(*retain_memory)(pl_comm *comm);
+    /* Gives the world other memory, and leaves the old to the caller's views of it and
+     * to graphs that replay operations.  No operation may be in flight.  Not
+     * collective. */
     pl_status (*renew)(pl_comm *comm);
     /* Collective, before the first step: runs operations as large as those of steps,
      * after `order->ready`, and checks the results.  Steps then neither allocate nor
-     * wait on the host.  Overwrites the device's memory, except what is retained. */
+     * wait on the host.  Overwrites the device's memory. */
     pl_status (*prepare)(pl_comm *comm, const pli_reduced_range *range,
                          const pli_order *order);
 } pli_device_ops;
@@ -129,6 +118,7 @@ struct pl_comm {
     size_t arena_bytes;
     size_t host_bytes;   /* of the arena in host memory; all of it without a device */
     char *device_memory; /* the rest of the arena; renew() changes it */
+    void *device_owner; /* what the caller's allocator has returned with it; borrowed */
     pl_backend *backend; /* of device_memory; NULL if none; borrowed */
     size_t chunk_bytes;  /* best size of operations for a long range */
     int is_group_comm;

@@ -10,9 +10,7 @@ void pli_window_release(pli_window *window)
 {
     if (window == NULL || atomic_fetch_sub(&window->n_users, 1) > 1)
         return;
-    if (window->ref != NULL)
-        window->ref->release(window->ref);
-    else if (window->base != NULL)
+    if (window->base != NULL)
         (void)munmap(window->base, window->n_bytes);
     pli_free(window->n_views);
     pli_free(window);
@@ -32,13 +30,8 @@ pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
     PL_TRY(pli_calloc(n_slots, sizeof *window->n_views, "window's views",
                       &window->n_views));
     window->comm = comm;
-    if (comm->device != NULL) {
-        window->ref = comm->device->retain_memory(comm);
-        base = pli_comm_memory(comm, offset_bytes);
-    } else {
-        pl_comm *lowest = pli_comm_lowest(comm);
-        PL_TRY(lowest->host->map_own(lowest, offset_bytes, n_bytes, &base));
-    }
+    pl_comm *lowest = pli_comm_lowest(comm);
+    PL_TRY(lowest->host->map_own(lowest, offset_bytes, n_bytes, &base));
     window->base = base;
     *out = window;
     window = NULL;
@@ -54,11 +47,8 @@ pl_status pli_window_retire(pli_window *window)
     if (comm == NULL || pli_window_n_views(window) == 0)
         return PL_OK;
     pl_comm *lowest = pli_comm_lowest(comm);
-    if (window->ref != NULL)
-        PL_TRY(comm->device->renew(comm));
-    else
-        PL_TRY(lowest->host->unshare_own(lowest, window->offset_bytes, window->n_bytes,
-                                         window->base));
+    PL_TRY(lowest->host->unshare_own(lowest, window->offset_bytes, window->n_bytes,
+                                     window->base));
     window->comm = NULL;
 done:
     return st;

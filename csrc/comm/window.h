@@ -1,16 +1,11 @@
-/* window.h - this rank's buckets, as the user sees them.
+/* window.h - this rank's buckets in host memory, as the user sees them.
  *
  * The user sees a parameter's gradient as a view into a window.  The window counts its
  * views by slot, one slot per parameter.  If a slot will be written while the user
  * still holds an old view of it (kept gradients), or if the process will fork, the
  * whole window is *retired*: every alias keeps its values, and new views come from a
- * new window.  A window lives as long as its reducer or any view of it.
- *
- *     host     a second mapping.  Retiring makes its pages a private copy at the same
- *              address; possible at any time
- *     device   a share of the world's memory.  Retiring gives the world other memory
- *              and leaves the old to the views; only before a step's first gradient,
- *              and not while a graph is captured
+ * new window.  A window lives as long as its reducer or any view of it.  It is a second
+ * mapping of the arena; retiring makes its pages a private copy at the same address.
  */
 #ifndef PLI_WINDOW_H
 #define PLI_WINDOW_H
@@ -24,7 +19,6 @@ typedef struct pli_window {
     size_t offset_bytes; /* in the arena */
     size_t n_bytes;
     pl_comm *comm; /* borrowed until the reducer releases the window; NULL: retired */
-    pli_memory_ref *ref;   /* of a device; NULL: `base` is a mapping */
     atomic_size_t n_users; /* the reducer, and each view */
     size_t n_slots;
     atomic_uint *n_views; /* per slot */

@@ -9,7 +9,6 @@
  *     every rank   makes its own objects; all agree
  *     rank 0       makes NCCL's id; all agree, and rank 0 broadcasts it
  *     every rank   joins the communicator; all agree
- *     every rank   registers its memory with NCCL, if all ranks can
  *     every rank   tries what steps will do (gpu_comm_trial.c); all agree
  *
  * To report a failure while ranks are inside NCCL, a rank aborts the base, which every
@@ -470,6 +469,7 @@ static pl_status record_op(pli_gpu_comm *self, const pl_op *op)
     if (is_captured) {
         pli_nccl_record_captured(self->nccl);
         atomic_store(&self->is_captured, 1);
+        self->is_replayed = 1;
         PL_TRY(self->backend->ops->event_record(self->backend, self->captured,
                                                 self->side));
         self->last = self->captured;
@@ -517,6 +517,80 @@ done:
     return st;
 }
 
+/* ---- memory --------------------------------------------------------------------- */
+
+/* A stream that the allocator knows costs a comparison. */
+static pl_status record_stream(pli_gpu_comm *self, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const pli_device_allocator *allocator = &self->allocator;
+    for (size_t k = 0; k < PLI_GPU_STREAMS && k < self->n_recorded; k++)
+        if (self->recorded[k] == stream)
+            goto done;
+    PL_TRY(
+        allocator->record_stream(allocator->context, self->super.device_owner, stream));
+    self->recorded[self->n_recorded++ % PLI_GPU_STREAMS] = stream;
+done:
+    return st;
+}
+
+static void release(const pli_gpu_comm *self, void *owner)
+{
+    if (owner != NULL)
+        self->allocator.release(self->allocator.context, owner);
+}
+
+/* Gives the world zeroed memory, in place of what it has. */
+static pl_status take_memory(pli_gpu_comm *self)
+{
+    pl_status st = PL_OK;
+    const pli_device_allocator *allocator = &self->allocator;
+    const size_t n_wanted = self->super.arena_bytes - self->super.host_bytes;
+    const size_t n_bytes = n_wanted > 0 ? n_wanted : PL_CACHE_LINE;
+    pli_device_memory fresh = {.owner = NULL};
+    pli_replayed *replayed = NULL;
+    if (self->is_replayed)
+        PL_TRY(pli_calloc(1, sizeof *replayed, "a graph's memory", &replayed));
+    PL_TRY(allocator->alloc(allocator->context, n_bytes, &fresh));
+    PL_TRY(allocator->record_stream(allocator->context, fresh.owner, self->side));
+    PL_TRY(pli_cuda_clear(self->backend, fresh.address, n_bytes));
+    if (self->is_replayed) {
+        *replayed = (pli_replayed){self->replayed, self->super.device_owner};
+        self->replayed = replayed;
+        replayed = NULL;
+    } else {
+        release(self, self->super.device_owner);
+    }
+    self->is_replayed = 0;
+    self->super.device_memory = fresh.address;
+    self->super.device_owner = fresh.owner;
+    self->recorded[0] = self->side;
+    self->n_recorded = 1;
+    fresh.owner = NULL;
+done:
+    release(self, fresh.owner);
+    pli_free(replayed);
+    return st;
+}
+
+static void release_all(pli_gpu_comm *self)
+{
+    release(self, self->super.device_owner);
+    while (self->replayed != NULL) {
+        pli_replayed *next = self->replayed->next;
+        release(self, self->replayed->owner);
+        pli_free(self->replayed);
+        self->replayed = next;
+    }
+}
+
+static pl_status gpu_renew(pl_comm *comm)
+{
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    const pl_status st = check_world(self);
+    return st != PL_OK ? st : take_memory(self);
+}
+
 /* ---- waiting -------------------------------------------------------------------- */
 
 static pl_status gpu_progress(pl_comm *comm)
@@ -556,7 +630,7 @@ static pl_status gpu_order(pl_comm *comm, pl_stream *stream)
     pli_gpu_comm *self = gpu_comm_of(comm);
     int is_captured = 0;
     PL_TRY(check_issued(self));
-    pli_pool_add_reader(self->pool, stream);
+    PL_TRY(record_stream(self, stream));
     if (self->last == NULL)
         goto done;
     /* Captured work waits for captured work only, other work for other work only. */
@@ -567,20 +641,14 @@ done:
     return st;
 }
 
-/* A captured stream is left alone: all its work is in the graph. */
 static void gpu_follow(pl_comm *comm, pl_stream *stream)
 {
     pli_gpu_comm *self = gpu_comm_of(comm);
-    pl_backend *backend = self->backend;
-    pl_stream *const streams[] = {stream, self->side};
-    if (self->owner_pid != getpid() ||
-        pli_cuda_may_any_be_captured(backend, streams, 2))
-        return;
-    if (backend->ops->event_record(backend, self->drained, stream) == PL_OK)
-        (void)!backend->ops->event_wait(backend, self->drained, self->side);
+    if (self->owner_pid == getpid())
+        (void)!record_stream(self, stream);
 }
 
-/* ---- messages and memory -------------------------------------------------------- */
+/* ---- messages and trials -------------------------------------------------------- */
 
 static void gpu_abort(pl_comm *comm, const char *message)
 {
@@ -598,41 +666,6 @@ static void gpu_record_activity(pl_comm *comm, pl_activity activity, uint64_t st
     if (activity == PL_BACKWARD)
         self->capture = PLI_GPU_CAPTURE_UNKNOWN;
     pli_base_record_activity(comm, activity, step);
-}
-
-static void put_block(pli_gpu_comm *self, pli_block *block)
-{
-    self->block = block;
-    self->super.device_memory = block->memory.address;
-}
-
-static pli_memory_ref *gpu_retain_memory(pl_comm *comm)
-{
-    return pli_block_retain(gpu_comm_of(comm)->block);
-}
-
-static pl_status gpu_renew(pl_comm *comm)
-{
-    pl_status st = PL_OK;
-    pli_gpu_comm *self = gpu_comm_of(comm);
-    pli_block *fresh = NULL;
-    PL_TRY(check_world(self));
-    PL_TRY(pli_pool_take(self->pool, &fresh));
-    if (self->is_registered && fresh->handle == NULL) {
-        fresh->handle = pli_nccl_register(self->nccl, &fresh->memory);
-        if (fresh->handle == NULL) { /* registered on all ranks, or on none */
-            pli_pool_discard(self->pool, fresh);
-            PL_FAIL(PL_ENOMEM,
-                    "rank %d: NCCL cannot register %zu more bytes for gradients",
-                    comm->rank, comm->arena_bytes - comm->host_bytes);
-        }
-    }
-    pli_block *old = self->block;
-    put_block(self, fresh);
-    old->ref.release(&old->ref);
-    pli_pool_trim(self->pool, self->nccl);
-done:
-    return st;
 }
 
 static pl_status gpu_prepare(pl_comm *comm, const pli_reduced_range *range,
@@ -665,24 +698,7 @@ static pl_status meet_in_nccl(pli_gpu_comm *self, const char *id, pli_nccl **out
     return pli_nccl_create(&options, out);
 }
 
-/* Registers the memory of all ranks, or of none. */
-static pl_status register_memory(pli_gpu_comm *self, pli_nccl *nccl)
-{
-    pl_status st = PL_OK;
-    char *board = board_of(self);
-    self->block->handle = pli_nccl_register(nccl, &self->block->memory);
-    board[self->super.rank] = self->block->handle != NULL ? 1 : 0;
-    PL_TRY(talk(self, PL_ALL_GATHER, 0, (size_t)self->super.world_size));
-    self->is_registered = 1;
-    for (int r = 0; r < self->super.world_size; r++)
-        self->is_registered &= board[r] != 0;
-done:
-    if (st == PL_OK && !self->is_registered)
-        pli_pool_deregister(self->pool, nccl);
-    return st;
-}
-
-/* Collective: makes the communicator, registers the memory, and tries it. */
+/* Collective: makes the communicator, and tries it. */
 static pl_status meet(pli_gpu_comm *self)
 {
     pl_status st = PL_OK;
@@ -702,7 +718,6 @@ static pl_status meet(pli_gpu_comm *self)
     self->nccl = nccl;
     (void)pthread_mutex_unlock(&self->lock);
     PL_TRY(agree_on(self, st));
-    PL_TRY(register_memory(self, nccl));
     PL_TRY(agree_on(self, pli_gpu_comm_try(self)));
 done:
     return st;
@@ -732,32 +747,23 @@ static void end_well(pli_gpu_comm *self)
             self->report_loss(self->context, message);
     } else if (pli_inflight_oldest(&self->inflight, &oldest) == PL_OK &&
                oldest.n == 0) {
-        /* Deregistering asks a peer's proxy: if that does not answer, the watchdog ends
-         * the call.  A graph may be replaying operations that the ring does not
-         * hold. */
-        if (!atomic_load(&self->is_captured) || pli_pool_await(self->pool))
-            pli_pool_deregister(self->pool, self->nccl);
         /* The watchdog would take an ended communicator for an aborted one. */
         end_watch(self);
         pli_nccl_finish(self->nccl, FLUSH_MS * PLI_MS);
     }
 }
 
-/* Frees all but the base.  The pool must outlast the communicator, whose end may take
- * as long as a graph of the user lives. */
+/* Frees all but the base. */
 static void tear_down(pli_gpu_comm *self)
 {
     end_watch(self);
     if (self->is_left)
         return; /* the helper thread may still write to all of it */
-    pli_pool_hold(self->pool);
-    pli_nccl_destroy(self->nccl, pli_pool_let_go, self->pool);
+    pli_nccl_destroy(self->nccl);
     pli_inflight_fini(&self->inflight);
     self->backend->ops->event_destroy(self->backend, self->captured);
     self->backend->ops->event_destroy(self->backend, self->drained);
-    if (self->block != NULL)
-        self->block->ref.release(&self->block->ref);
-    pli_pool_close(self->pool);
+    release_all(self);
     pli_nccl_library_release(self->library);
     pli_backend_destroy(self->backend);
     (void)pthread_mutex_destroy(&self->lock);
@@ -797,7 +803,6 @@ static const pli_device_ops gpu_device_ops = {
     .order = gpu_order,
     .follow = gpu_follow,
     .check_means = gpu_check_means,
-    .retain_memory = gpu_retain_memory,
     .renew = gpu_renew,
     .prepare = gpu_prepare,
 };
@@ -821,20 +826,12 @@ done:
 static pl_status furnish(pli_gpu_comm *self, const pli_gpu_comm_options *options)
 {
     pl_status st = PL_OK;
-    pli_block *block = NULL;
-    const pli_pool_options pool = {.library = self->library,
-                                   .backend = self->backend,
-                                   .n_bytes = options->device_bytes,
-                                   .empty_caches = options->empty_caches,
-                                   .context = options->context};
     if (self->library == NULL && self->super.world_size > 1)
         PL_FAIL(PL_EUNSUPPORTED, "a world of several GPUs needs NCCL");
     PL_TRY(pli_inflight_init(&self->inflight, self->backend, options->n_ops));
     PL_TRY(self->backend->ops->event_create(self->backend, &self->captured));
     PL_TRY(self->backend->ops->event_create(self->backend, &self->drained));
-    PL_TRY(pli_pool_create(&pool, &self->pool));
-    PL_TRY(pli_pool_take(self->pool, &block));
-    put_block(self, block);
+    PL_TRY(take_memory(self));
     if (options->watchdog != NULL)
         PL_TRY(pli_watchdog_join(options->watchdog, pli_gpu_comm_watch, self));
     self->watchdog = options->watchdog;
@@ -865,6 +862,7 @@ static pl_status make(const pli_gpu_comm_options *options, pli_gpu_comm **out)
     *self = (pli_gpu_comm){.super = super_of(options),
                            .backend = options->backend,
                            .side = pli_cuda_side_stream(options->backend),
+                           .allocator = options->allocator,
                            .deadline_ns = options->deadline_ns,
                            .is_interrupted = options->is_interrupted,
                            .report_loss = options->report_loss,

@@ -1,7 +1,7 @@
 /* gpu_comm.h - nccl/: worlds whose gradients are in GPU memory.
  *
  *     python
- *       \--> gpu_comm (gpu_*: failures, memory, order)  \--> nccl, watchdog
+ *       \--> gpu_comm (gpu_*: failures, order)  \--> nccl, watchdog
  *              \--> comm (the base world), backend, core
  *
  * A GPU world stands on another world of the same ranks, its *base* (shm, hierarchy,
@@ -33,9 +33,12 @@
  * construction a helper thread (helper_thread.h) makes these calls, and tries the
  * operations of steps; in a step the watchdog aborts a call that does not return.
  *
+ * The device's memory comes from the caller's allocator, torch's, which learns of each
+ * stream whose work may touch it.  So it may be released at any time: the allocator
+ * reuses it only after that work.
+ *
  * Destroying a world waits up to the deadline for each device operation of finished
- * steps, half a second for NCCL to flush, and ten seconds for other device work that
- * touches the memory (gpu_memory.h).  It does not wait for other ranks' hosts.
+ * steps, and half a second for NCCL to flush.  It does not wait for other ranks' hosts.
  */
 #ifndef PLI_GPU_COMM_H
 #define PLI_GPU_COMM_H
@@ -49,6 +52,22 @@
 enum { PLI_GPU_BOARD_BYTES = 256 }; /* its least size */
 size_t pli_gpu_board_bytes(int world_size);
 
+typedef struct pli_device_memory {
+    void *address; /* aligned to a cache line */
+    void *owner;   /* what the allocator knows it by */
+} pli_device_memory;
+
+/* The rank's thread calls these, and without a lock of ours. */
+typedef struct pli_device_allocator {
+    /* Memory that work on any stream may use at once. */
+    pl_status (*alloc)(void *context, size_t n_bytes, pli_device_memory *out);
+    /* The memory must not be reused before the present and later work on `stream` up to
+     * its release is done. */
+    pl_status (*record_stream)(void *context, void *owner, pl_stream *stream);
+    void (*release)(void *context, void *owner);
+    void *context; /* borrowed until the world is destroyed */
+} pli_device_allocator;
+
 typedef struct pli_gpu_comm_options {
     pl_comm *base;          /* owned by the world on success; has room for the board */
     pl_backend *backend;    /* cuda; retained */
@@ -56,13 +75,12 @@ typedef struct pli_gpu_comm_options {
     pli_watchdog *watchdog; /* borrowed until destroyed; NULL: none */
     size_t host_bytes;      /* a multiple of a cache line */
     size_t device_bytes;
+    pli_device_allocator allocator;
     size_t n_ops; /* most device operations in one step */
     int64_t deadline_ns;
     /* Called at least ten times a second while the ranks make a communicator.  If it
      * returns non-zero, the rank gives up.  May be NULL. */
     int (*is_interrupted)(void *context);
-    /* As in pli_pool_options; called in the rank's thread.  May be NULL. */
-    void (*empty_caches)(void *context);
     /* Called in the thread that destroys the world, with the reason, if the device has
      * not finished a finished step: its means are lost.  May be NULL. */
     void (*report_loss)(void *context, const char *message);

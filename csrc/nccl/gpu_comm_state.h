@@ -8,9 +8,9 @@
 
 #include "gpu_comm.h"
 #include "gpu_inflight.h"
-#include "gpu_memory.h"
 
 enum { PLI_GPU_MESSAGE_BYTES = 768 };
+enum { PLI_GPU_STREAMS = 32 }; /* as many as torch makes for a device */
 
 typedef enum pli_gpu_comm_phase { PLI_GPU_RUNNING, PLI_GPU_FAILED } pli_gpu_comm_phase;
 
@@ -23,6 +23,12 @@ typedef enum pli_gpu_capture {
     PLI_GPU_CAPTURE_OFF,
     PLI_GPU_CAPTURE_ON,
 } pli_gpu_capture;
+
+/* Former memory of the world, which graphs of the user may write. */
+typedef struct pli_replayed {
+    struct pli_replayed *next;
+    void *owner;
+} pli_replayed;
 
 /* The rank's thread changes all fields; comments mark those other threads touch. */
 typedef struct pli_gpu_comm {
@@ -37,10 +43,12 @@ typedef struct pli_gpu_comm {
     void *context;
     pid_t owner_pid;
 
-    pli_pool *pool;
-    pli_block *block;
-    int is_registered; /* every rank's memory is registered with NCCL */
-    int is_left;       /* a helper thread that uses this world was left behind */
+    pli_device_allocator allocator;
+    pl_stream *recorded[PLI_GPU_STREAMS]; /* with the memory; the last ones */
+    size_t n_recorded;
+    int is_replayed;        /* an operation on the memory was captured */
+    pli_replayed *replayed; /* until the world ends */
+    int is_left;            /* a helper thread that uses this world was left behind */
 
     uint64_t hash; /* of all device operations */
     _Atomic uint64_t step;
@@ -49,7 +57,7 @@ typedef struct pli_gpu_comm {
     pl_event *captured;     /* after the last captured operation */
     atomic_int is_captured; /* an operation was captured */
     pli_stopwatch gone;     /* the watchdog's: since a rank is gone */
-    pl_event *drained;      /* after a trial, or for follow() */
+    pl_event *drained;      /* after a trial */
     pl_event *last;         /* after the last operation; NULL: none yet */
 
     pthread_mutex_t lock;  /* guards the end of a step, and all fields below */

@@ -276,8 +276,6 @@ pl_status pli_gpu_comm_try_means(pli_gpu_comm *self, const pli_reduced_range *ra
                       .offset_bytes = range->offset_bytes,
                       .n_elems = (range->most_bytes + ELEM_BYTES - 1) / ELEM_BYTES};
     const size_t n_least = (range->least_bytes + ELEM_BYTES - 1) / ELEM_BYTES;
-    if (pli_block_is_shared(self->block))
-        PL_TRY(self->super.device->renew(&self->super));
     PL_TRY(try_aside(&(trial){.self = self,
                               .ranges = {{op, n_least}},
                               .n_ranges = op.n_elems > 0 ? 1 : 0,

@@ -20,7 +20,6 @@
 #include "helper_thread.h"
 #include "nccl.h"
 
-enum { FINE_VERSION = 22700, COARSE_BYTES = 256 << 20 }; /* see prefers_its_own() */
 enum {
     BLOCKED_MS = 1000, /* an abort waits for a thread inside NCCL */
     ABORT_MS = 10000,  /* an abort may take */
@@ -29,11 +28,8 @@ enum {
 };
 
 struct pli_nccl {
-    pli_nccl_library *library;
+    const pli_nccl_library *library;
     pl_backend *backend;
-    atomic_int n_refs; /* the world's, and each farewell's */
-    void (*then)(void *context);
-    void *context; /* of `then` */
     int rank;
     int world_size;
     int64_t deadline_ns;
@@ -251,15 +247,12 @@ pl_status pli_nccl_create(const pli_nccl_options *options, pli_nccl **out)
                        .world_size = options->world_size,
                        .deadline_ns = options->deadline_ns,
                        .owner_pid = getpid()};
-    pli_nccl_library_retain(self->library);
-    pli_cuda_backend_retain(self->backend);
-    atomic_store(&self->n_refs, 1);
     (void)pthread_mutex_init(&self->lock, NULL); /* cannot fail on Linux */
     PL_TRY(meet_aside(self, options));
     *out = self;
     self = NULL;
 done:
-    pli_nccl_destroy(self, NULL, NULL);
+    pli_nccl_destroy(self);
     return st;
 }
 
@@ -378,78 +371,6 @@ done:
     return st;
 }
 
-/* ---- memory --------------------------------------------------------------------- */
-
-/* Before 2.27, NCCL's allocator rounds up to the granularity of multicast, which on
- * NVSwitch machines far exceeds a small allocation. */
-static int prefers_its_own(const pli_nccl_library *library, size_t n_bytes)
-{
-    return library != NULL &&
-           (library->version >= FINE_VERSION || n_bytes >= COARSE_BYTES);
-}
-
-pl_status pli_nccl_alloc(const pli_nccl_library *library, pl_backend *backend,
-                         size_t n_bytes, pli_nccl_memory *out)
-{
-    pl_status st = PL_OK;
-    pli_nccl_memory memory = {.n_bytes = n_bytes > 0 ? n_bytes : PL_CACHE_LINE};
-    pli_cuda_scope scope;
-    if (prefers_its_own(library, memory.n_bytes)) {
-        PL_TRY(pli_cuda_enter(backend, &scope));
-        memory.is_of_nccl =
-            library->MemAlloc(&memory.address, memory.n_bytes) == PLI_NCCL_SUCCESS;
-        pli_cuda_leave(backend, &scope);
-    }
-    if (!memory.is_of_nccl)
-        PL_TRY(backend->ops->alloc(backend, memory.n_bytes, &memory.address));
-    PL_TRY(pli_cuda_clear(backend, memory.address, memory.n_bytes));
-    *out = memory;
-    memory.address = NULL;
-done:
-    pli_nccl_free(library, backend, &memory);
-    return st;
-}
-
-void pli_nccl_free(const pli_nccl_library *library, pl_backend *backend,
-                   pli_nccl_memory *memory)
-{
-    pli_cuda_scope scope;
-    void *const address = memory->address;
-    memory->address = NULL;
-    if (address == NULL)
-        return;
-    if (!memory->is_of_nccl) {
-        backend->ops->free(backend, address);
-    } else if (pli_cuda_enter(backend, &scope) == PL_OK) {
-        (void)library->MemFree(address);
-        pli_cuda_leave(backend, &scope);
-    }
-}
-
-void *pli_nccl_register(pli_nccl *self, const pli_nccl_memory *memory)
-{
-    void *handle = NULL;
-    pli_cuda_scope scope;
-    if (self == NULL || !memory->is_of_nccl || begin_call(self, &scope) != PL_OK)
-        return NULL;
-    const pli_nccl_result result = self->library->CommRegister(
-        self->comm, memory->address, memory->n_bytes, &handle);
-    if (end_call(self, &scope, result, "registering memory") != PL_OK) {
-        pli_nccl_deregister(self, handle);
-        return NULL;
-    }
-    return handle;
-}
-
-void pli_nccl_deregister(pli_nccl *self, void *handle)
-{
-    pli_cuda_scope scope;
-    if (self == NULL || handle == NULL || begin_call(self, &scope) != PL_OK)
-        return;
-    const pli_nccl_result result = self->library->CommDeregister(self->comm, handle);
-    (void)!end_call(self, &scope, result, "forgetting memory");
-}
-
 /* ---- ending --------------------------------------------------------------------- */
 
 /* Each of these calls may wait for peers, graphs or the device.  So a helper thread
@@ -469,30 +390,17 @@ typedef enum farewell_phase {
 typedef struct farewell {
     ending end;
     pli_nccl_comm comm;
-    pli_nccl *nccl; /* retained by the copy on the heap */
+    pl_backend *backend; /* retained by the copy on the heap */
     pli_nccl_result result;
     int is_revocable;
     atomic_int phase;         /* farewell_phase */
     _Atomic int64_t begun_ns; /* set just before the call begins */
 } farewell;
 
-/* NCCL may use the communicator and its memory until the last farewell is over. */
-static void drop(pli_nccl *self)
-{
-    if (atomic_fetch_sub(&self->n_refs, 1) > 1)
-        return;
-    if (self->then != NULL)
-        self->then(self->context);
-    pli_backend_destroy(self->backend);
-    pli_nccl_library_release(self->library);
-    (void)pthread_mutex_destroy(&self->lock);
-    pli_free(self);
-}
-
 static void drop_farewell(void *context)
 {
     farewell *self = context;
-    drop(self->nccl);
+    pli_backend_destroy(self->backend);
     pli_free(self);
 }
 
@@ -501,12 +409,12 @@ static pl_status run_farewell(void *context)
     farewell *self = context;
     pli_cuda_scope scope;
     int ahead = FAREWELL_AHEAD;
-    const int is_inside = pli_cuda_enter(self->nccl->backend, &scope) == PL_OK;
+    const int is_inside = pli_cuda_enter(self->backend, &scope) == PL_OK;
     atomic_store(&self->begun_ns, pli_now_ns());
     if (atomic_compare_exchange_strong(&self->phase, &ahead, FAREWELL_BEGUN))
         self->result = self->end(self->comm);
     if (is_inside)
-        pli_cuda_leave(self->nccl->backend, &scope);
+        pli_cuda_leave(self->backend, &scope);
     return PL_OK;
 }
 
@@ -534,7 +442,7 @@ static int call_for(const farewell *what, int64_t most_ns, pli_nccl_result *out)
     pli_helper *helper = NULL;
     if (pli_calloc(1, sizeof *self, "a communicator's end", &self) == PL_OK) {
         *self = *what;
-        atomic_fetch_add(&self->nccl->n_refs, 1);
+        pli_cuda_backend_retain(self->backend);
     }
     if (self != NULL &&
         pli_helper_start(&(pli_helper_job){.run = run_farewell,
@@ -574,7 +482,7 @@ static void end_comm(pli_nccl *self, ending end, int64_t most_ns)
 {
     pli_nccl_result ignored = PLI_NCCL_SUCCESS;
     const pli_nccl_comm comm = take_comm(self);
-    const farewell what = {.end = end, .comm = comm, .nccl = self};
+    const farewell what = {.end = end, .comm = comm, .backend = self->backend};
     if (comm != NULL)
         (void)call_for(&what, most_ns, &ignored);
 }
@@ -588,12 +496,12 @@ void pli_nccl_abort(pli_nccl *self)
 }
 
 /* Whether NCCL has flushed all data. */
-static int flush(pli_nccl *self, int64_t most_ns)
+static int flush(const pli_nccl *self, int64_t most_ns)
 {
     pli_nccl_result result = PLI_NCCL_SUCCESS;
     const farewell what = {.end = self->library->CommFinalize,
                            .comm = self->comm,
-                           .nccl = self,
+                           .backend = self->backend,
                            .is_revocable = 1};
     return what.comm != NULL && call_for(&what, most_ns, &result) &&
            result == PLI_NCCL_SUCCESS;
@@ -611,15 +519,12 @@ void pli_nccl_finish(pli_nccl *self, int64_t most_ns)
     pli_nccl_abort(self);
 }
 
-void pli_nccl_destroy(pli_nccl *self, void (*then)(void *context), void *context)
+void pli_nccl_destroy(pli_nccl *self)
 {
-    if (self == NULL) {
-        if (then != NULL)
-            then(context);
+    if (self == NULL)
         return;
-    }
-    self->then = then;
-    self->context = context;
     pli_nccl_abort(self);
-    drop(self);
+    if (self->owner_pid == getpid())
+        (void)pthread_mutex_destroy(&self->lock);
+    pli_free(self);
 }

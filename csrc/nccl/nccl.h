@@ -16,7 +16,7 @@
 typedef struct pli_nccl pli_nccl;
 
 typedef struct pli_nccl_options {
-    pli_nccl_library *library; /* retained, as is the backend */
+    pli_nccl_library *library; /* borrowed until destroyed, as is all below */
     pl_backend *backend;       /* cuda */
     int rank;
     int world_size;
@@ -48,24 +48,6 @@ void pli_nccl_record_captured(pli_nccl *nccl);
  * NCCL for longer than the deadline.  Never waits. */
 pl_status pli_nccl_check(pli_nccl *nccl) PL_MUST_USE;
 
-/* Zeroed device memory, from NCCL's allocator if it suits, else from the backend. */
-typedef struct pli_nccl_memory {
-    void *address;
-    size_t n_bytes;
-    int is_of_nccl;
-} pli_nccl_memory;
-pl_status pli_nccl_alloc(const pli_nccl_library *library, pl_backend *backend,
-                         size_t n_bytes, pli_nccl_memory *out) PL_MUST_USE;
-
-/* The device must have finished with the memory: this function does not wait for it. */
-void pli_nccl_free(const pli_nccl_library *library, pl_backend *backend,
-                   pli_nccl_memory *memory);
-
-/* Registers memory of NCCL's allocator; NULL if it is not registered.  The handle lasts
- * until pli_nccl_deregister(), or until the communicator ends. */
-void *pli_nccl_register(pli_nccl *nccl, const pli_nccl_memory *memory);
-void pli_nccl_deregister(pli_nccl *nccl, void *handle);
-
 /* Ends the communicator's work on the device at once; nothing can be enqueued
  * afterwards.  Any thread may call, also twice.  NCCL then frees its resources, which
  * may depend on graphs of the user or on other work on the device: the wait for that is
@@ -77,10 +59,8 @@ void pli_nccl_abort(pli_nccl *nccl);
  * communicator instead, in a thread left behind if that takes too long. */
 void pli_nccl_finish(pli_nccl *nccl, int64_t most_ns);
 
-/* Aborts and frees; never waits for other ranks.  No thread may be inside.  Once NCCL
- * uses none of the communicator's memory, calls then(context), perhaps in another
- * thread after the return; `then` may be NULL.  Without a communicator (NULL) calls it
- * at once. */
-void pli_nccl_destroy(pli_nccl *nccl, void (*then)(void *context), void *context);
+/* Aborts and frees; never waits for other ranks.  No thread may be inside.  NULL is
+ * allowed. */
+void pli_nccl_destroy(pli_nccl *nccl);
 
 #endif

@@ -88,12 +88,7 @@ enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
       (const void *from, void *to, size_t count, pli_nccl_dtype dtype, int root,       \
        pli_nccl_comm comm, pli_nccl_stream stream))                                    \
     X(GetLastError, const char *, (pli_nccl_comm comm))                                \
-    X(CommFinalize, pli_nccl_result, (pli_nccl_comm comm))                             \
-    X(MemAlloc, pli_nccl_result, (void **out, size_t n_bytes))                         \
-    X(MemFree, pli_nccl_result, (void *memory))                                        \
-    X(CommRegister, pli_nccl_result,                                                   \
-      (const pli_nccl_comm comm, void *memory, size_t n_bytes, void **out))            \
-    X(CommDeregister, pli_nccl_result, (const pli_nccl_comm comm, void *handle))
+    X(CommFinalize, pli_nccl_result, (pli_nccl_comm comm))
 
 /* Reference-counted.  The code stays loaded: NCCL's memory may outlive all users. */
 typedef struct pli_nccl_library {

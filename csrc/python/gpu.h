@@ -3,6 +3,7 @@
 #define PLI_GPU_H
 
 #include "backend/cuda.h"
+#include "nccl/gpu_comm.h"
 #include "state.h"
 
 typedef struct gpu_object {
@@ -15,8 +16,9 @@ typedef struct gpu_object {
 int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
                            pl_stream **out);
 
-/* Has torch free the device memory that it only caches; takes the GIL. */
-void pli_gpu_empty_cache(void *state);
+/* Memory of torch's allocator on the device, which it borrows: the owner is a tensor.
+ */
+pli_device_allocator pli_gpu_allocator(gpu_object *device);
 
 /* The module's function driver_version(path) -> int. */
 PyObject *pli_driver_version(PyObject *module, PyObject *args);

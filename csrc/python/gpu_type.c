@@ -8,6 +8,10 @@
 
 #include <structmember.h>
 
+#if PY_VERSION_HEX < 0x030d0000
+#define Py_IsFinalizing _Py_IsFinalizing
+#endif
+
 static gpu_object *gpu_of(PyObject *object)
 {
     return (gpu_object *)object;
@@ -37,16 +41,75 @@ int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
     return 0;
 }
 
-/* Ignores a failure: the caller allocates again, and reports if that fails. */
-void pli_gpu_empty_cache(void *state)
+/* ---- memory of torch's allocator ------------------------------------------------ */
+
+/* Memory that torch reuses may still be in use on the stream where it was allocated. */
+static pl_status await_stream(const module_state *state, const gpu_object *device)
+{
+    pl_status st = PL_OK;
+    pl_stream *stream = NULL;
+    pl_backend *backend = device->backend;
+    if (pli_gpu_current_stream(state, device, &stream) != 0)
+        return pli_callback_failed();
+    Py_BEGIN_ALLOW_THREADS
+    st = backend->ops->synchronize(backend, stream);
+    Py_END_ALLOW_THREADS
+    return st;
+}
+
+static pl_status alloc_memory(void *context, size_t n_bytes, pli_device_memory *out)
 {
     const PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *none = PyObject_CallNoArgs(((module_state *)state)->empty_cache);
-    if (none == NULL)
-        PyErr_WriteUnraisable(((module_state *)state)->empty_cache);
-    Py_XDECREF(none);
+    const module_state *state = state_of(context);
+    PyObject *memory = PyObject_CallFunction(
+        state->device_empty, "in", pli_cuda_device(gpu_of(context)->backend), n_bytes);
+    PyObject *address =
+        memory != NULL ? PyObject_CallMethod(memory, "data_ptr", NULL) : NULL;
+    void *at = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
+    pl_status st = at != NULL ? await_stream(state, context) : pli_callback_failed();
+    if (st == PL_OK)
+        *out = (pli_device_memory){.address = at, .owner = Py_NewRef(memory)};
+    Py_XDECREF(address);
+    Py_XDECREF(memory);
+    PyGILState_Release(gil);
+    return st;
+}
+
+/* The step may have failed by an exception, which stays. */
+static pl_status record_stream(void *context, void *owner, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *result = PyObject_CallFunction(state_of(context)->record_stream, "ON",
+                                             owner, PyLong_FromVoidPtr(stream));
+    if (pli_drop(result) != 0) {
+        st = pli_callback_failed();
+        PyErr_Clear();
+    }
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+    return st;
+}
+
+static void release_memory(void *context, void *owner)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    (void)context;
+    Py_DECREF((PyObject *)owner);
     PyGILState_Release(gil);
 }
+
+pli_device_allocator pli_gpu_allocator(gpu_object *device)
+{
+    return (pli_device_allocator){.alloc = alloc_memory,
+                                  .record_stream = record_stream,
+                                  .release = release_memory,
+                                  .context = device};
+}
+
+/* ---- the object ----------------------------------------------------------------- */
 
 PyObject *pli_driver_version(PyObject *module, PyObject *args)
 {
@@ -90,7 +153,9 @@ static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void gpu_dealloc(PyObject *object)
 {
-    pli_backend_destroy(gpu_of(object)->backend);
+    /* When Python ends, torch may still use the side stream to free memory. */
+    if (!Py_IsFinalizing())
+        pli_backend_destroy(gpu_of(object)->backend);
     pli_object_free(object);
 }
 

@@ -24,7 +24,9 @@
     X(current_node)      /* the autograd node under evaluation, or None */             \
     X(current_task)      /* the number of the backward that runs in this thread */     \
     X(current_stream)    /* a device index to its CUstream, as a number */             \
-    X(empty_cache)       /* has torch free the device memory that it only caches */    \
+    X(device_empty)      /* memory of torch's allocator, of a device index and size */ \
+    X(record_stream)     /* has it outlive the work on a CUstream, a number */         \
+    X(view_of)           /* a part of it, of a dtype, sizes and strides */             \
     X(after_node)        /* runs a callable when the node under evaluation is done */  \
     X(is_grad_enabled)   /* inside a hook: is this backward itself recorded? */        \
     X(is_compiled)       /* does compiled autograd run backward? no final callbacks */ \

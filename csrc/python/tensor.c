@@ -337,7 +337,7 @@ static PyObject *make(const module_state *state, const pli_view *view, void *dat
     if (view->window != NULL)
         pli_window_see(view->window, view->slot);
     const dl_tensor like = {.data = data,
-                            .device = view->place,
+                            .device = {.type = DL_CPU},
                             .ndim = layout->n_dims,
                             .dtype = dtypes[layout->dtype]};
     return finish(state, self, &like);
@@ -349,10 +349,10 @@ PyObject *pli_tensor_view(const module_state *state, const pli_view *view,
     return make(state, view, view->window->base + view->offset, layout);
 }
 
-PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *data,
+PyObject *pli_tensor_borrow(const module_state *state, void *data,
                             const pli_layout *layout)
 {
-    const pli_view none = {.place = place};
+    const pli_view none = {.window = NULL};
     return make(state, &none, data, layout);
 }
 

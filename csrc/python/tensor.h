@@ -35,21 +35,20 @@ int pli_tensor_read_grad(const module_state *state, dl_device place, PyObject *o
 int pli_tensor_place(const module_state *state, PyObject *object, const char *what,
                      dl_device *out);
 
-/* A part of a window of gradients on `place`. */
+/* A part of a window of gradients. */
 typedef struct pli_view {
     pli_window *window;
-    dl_device place;
     size_t slot;   /* the window counts views by slot */
     size_t offset; /* in the window */
 } pli_view;
 
-/* A new torch tensor of layout `layout` over a view.  The window counts the view until
+/* A new CPU tensor of layout `layout` over a view.  The window counts the view until
  * the tensor's storage is freed. */
 PyObject *pli_tensor_view(const module_state *state, const pli_view *view,
                           const pli_layout *layout);
 
-/* A new torch tensor over memory on `place`; the memory must outlive it. */
-PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *data,
+/* The same over memory that must outlive it. */
+PyObject *pli_tensor_borrow(const module_state *state, void *data,
                             const pli_layout *layout);
 
 /* Tells autograd that all tensors of a sequence were overwritten; runs no Python. */

@@ -142,8 +142,6 @@ void pl_step_destroy(pl_step *self)
     pl_step_drop(self);
     pl_reducer_destroy(self->reducer);
     pli_window_release(self->window);
-    if (self->captured != NULL)
-        self->captured->release(self->captured);
     for (size_t i = 0; i < self->n_slots; i++)
         pli_free(self->slots[i].layout);
     pli_free(self->slots);
@@ -198,9 +196,7 @@ static pl_status check_capture(pl_step *self)
                 "a CUDA graph captures a backward before its buckets are in their "
                 "final order: run 3 whole steps (forward, backward, optimizer) on the "
                 "capture's stream first");
-    /* A replay writes to the current memory, even after the reducer has left it. */
-    if (self->captured == NULL)
-        self->captured = self->comm->device->retain_memory(self->comm);
+    self->is_captured = 1;
 done:
     return st;
 }

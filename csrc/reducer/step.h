@@ -48,11 +48,13 @@ typedef enum pl_reading {
     PL_READ_PLAIN, /* it has memory */
 } pl_reading;
 
-/* Where the memory of a new tensor is. */
+/* The memory of a slot, for a new tensor: in a window, which counts the tensor; on a
+ * GPU in the world's memory, whose owner must outlive the tensor; else it outlives the
+ * tensor. */
 typedef struct pl_place {
     void *memory;
-    pli_window *window; /* NULL: `memory` outlives the tensor */
-    size_t slot;        /* the window counts views by slot */
+    size_t slot;
+    pli_window *window; /* or NULL */
     size_t offset;      /* of the memory, in the window */
 } pl_place;
 

@@ -435,7 +435,7 @@ pl_status pl_step_apply_buffers(pl_step *self)
     for (size_t b = 0; b < self->buffers.n; b++)
         replace_grad(self, &self->buffers.all[b].seen, NULL);
     /* Replays of a captured step bring new values without a call. */
-    if (st == PL_OK && self->captured != NULL)
+    if (st == PL_OK && self->is_captured)
         PL_TRY(put_off(self));
 done:
     return st;

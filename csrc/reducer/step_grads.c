@@ -18,9 +18,10 @@
  * choose_mode() decides when a step treats a view as a copy.
  *
  * On a GPU a gradient is retained until its bucket is posted, that is until its copy is
- * enqueued; from then on the order of the stream protects its memory.  If a view of a
- * slot that will be overwritten still lives there, the world moves to new memory
- * (window.h).  That is possible only when a step begins.
+ * enqueued; from then on the order of the stream protects its memory.  A view that the
+ * user keeps is overwritten by the next step, as with torch's class.  But if the
+ * buckets are laid out anew, or a rank that joins early keeps its gradients, the world
+ * moves to new memory and leaves the old to the views.
  */
 #include "backend/cuda.h"
 #include "step_state.h"
@@ -66,6 +67,23 @@ done:
 
 /* ---- reading -------------------------------------------------------------------- */
 
+/* On a GPU other slots may be written before this gradient is copied. */
+static pl_status check_place(const pl_step *self, size_t i, const pli_tensor *grad)
+{
+    pl_status st = PL_OK;
+    const pl_comm *comm = self->comm;
+    const char *data = grad->data;
+    if (is_on_device(self) && data != slot_memory(self->reducer, i) &&
+        data >= comm->device_memory &&
+        data < comm->device_memory + (comm->arena_bytes - comm->host_bytes))
+        PL_FAIL(PL_ESTATE,
+                "the gradient of parameter %zu is a view of another bucket's memory: "
+                "set a copy, as in p.grad = q.grad.clone()",
+                i);
+done:
+    return st;
+}
+
 /* *out: the parameter's gradient, as a dense copy if it is sparse; NULL: none. */
 static pl_status read_arrived(pl_step *self, size_t i, pl_grad **out,
                               pli_tensor *tensor)
@@ -84,6 +102,7 @@ static pl_status read_arrived(pl_step *self, size_t i, pl_grad **out,
                     "is %zu x %s: wrap the model again after changing its parameters",
                     i, slot->layout->n_elems, pl_dtype_text(slot->layout->dtype),
                     tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype));
+        PL_TRY(check_place(self, i, tensor));
         slot->is_lazy = (char)tensor->layout.is_lazy;
     }
     *out = grad;
@@ -107,7 +126,7 @@ done:
 /* A tensor over slot i's memory, which must outlive it. */
 static pl_status borrow_slot(pl_step *self, size_t i, pl_grad **out)
 {
-    const pl_place place = {.memory = slot_memory(self->reducer, i)};
+    const pl_place place = {.memory = slot_memory(self->reducer, i), .slot = i};
     return self->grads->over(self->context, &place, self->slots[i].layout, out);
 }
 
@@ -147,55 +166,33 @@ done:
 
 /* ---- a step begins -------------------------------------------------------------- */
 
-/* *out: whether a view of slot i stays in use after the slot is written. */
-static pl_status is_kept(pl_step *self, size_t i, int *out)
+/* On a GPU: leaves the world's memory to its views, if this step must not write it. */
+static pl_status leave_views(pl_step *self)
 {
     pl_status st = PL_OK;
-    pl_grad *grad = NULL;
-    pli_tensor tensor;
-    *out = slot_n_views(self, i) > 0;
-    if (slot_n_views(self, i) != 1 || self->recording == RECORDING_ON ||
-        self->host->has_hooks(self->context, i) || self->role != PL_ACTIVE)
-        goto done;
-    PL_TRY(read_arrived(self, i, &grad, &tensor));
-    *out = grad == NULL || !slot_is_seen_by(self, i, &tensor);
-    drop_grad(self, grad);
-done:
-    return st;
-}
-
-/* On a GPU: if a view of any slot is still in use, moves to new memory. */
-static pl_status protect_views(pl_step *self)
-{
-    pl_status st = PL_OK;
-    int is_any_kept = self->generation != self->reducer->generation;
+    const int is_laid_anew = self->generation != self->reducer->generation;
     int captures = 0;
     self->n_released = 0;
-    if (self->window == NULL || pli_window_n_views(self->window) == 0)
-        goto done;
-    for (size_t i = 0; !is_any_kept && i < self->n_slots; i++)
-        PL_TRY(is_kept(self, i, &is_any_kept));
-    if (!is_any_kept)
-        goto done;
-    PL_TRY(pli_cuda_is_capturing(self->backend, self->stream, &captures));
-    if (captures)
-        PL_FAIL(PL_ESTATE,
-                "a CUDA graph captures a backward while gradients of an earlier step "
-                "are kept: drop them first, and call zero_grad(set_to_none=True)");
-    PL_TRY(pli_grads_refresh_window(self));
+    if (self->has_views && (is_laid_anew || self->role != PL_ACTIVE)) {
+        PL_TRY(pli_cuda_is_capturing(self->backend, self->stream, &captures));
+        if (captures)
+            PL_FAIL(PL_ESTATE, "a CUDA graph captures the first backward after a "
+                               "change of its buckets: run a whole step first");
+        PL_TRY(self->comm->device->renew(self->comm));
+        self->has_views = 0;
+    }
+    self->generation = self->reducer->generation;
 done:
     return st;
 }
 
 pl_status pli_grads_begin(pl_step *self)
 {
-    pl_status st = PL_OK;
     if (is_on_device(self))
-        PL_TRY(protect_views(self));
-    if (self->window == NULL || self->generation != self->reducer->generation)
-        PL_TRY(pli_grads_refresh_window(self));
-done:
-    return st;
+        return leave_views(self);
+    return self->window == NULL || self->generation != self->reducer->generation
+               ? pli_grads_refresh_window(self)
+               : PL_OK;
 }
 
 static pl_status note(pl_step *self, size_t i, size_t first)
@@ -230,13 +227,26 @@ static pl_status protect(pl_step *self, size_t i, pl_write_mode mode)
     if (mode == PL_IN_PLACE || self->slots[i].mode != SLOT_UNTOUCHED ||
         slot_n_views(self, i) == 0)
         return PL_OK;
-    if (!is_on_device(self))
-        return pli_grads_refresh_window(self);
-    return pli_fail(PL_ESTATE,
-                    "the gradient of parameter %zu was replaced during backward, and "
-                    "is still in use: on a GPU, replace a gradient only before "
-                    "backward",
-                    i);
+    return pli_grads_refresh_window(self);
+}
+
+/* On a GPU: a gradient that is a view of its slot, but is to stay as it is until the
+ * step's end, leaves the slot. */
+static pl_status move_out(pl_step *self, size_t i, pl_grad **grad, pli_tensor *tensor)
+{
+    pl_status st = PL_OK;
+    pl_grad *copy = NULL;
+    if (!is_on_device(self) || !slot_is_seen_by(self, i, tensor))
+        goto done;
+    PL_TRY(self->grads->clone(self->context, *grad, &copy));
+    PL_TRY(self->grads->read(self->context, PL_READ_PLAIN, GRADIENT, copy, tensor));
+    PL_TRY(self->grads->put(self->context, i, copy));
+    drop_grad(self, *grad);
+    *grad = copy;
+    copy = NULL;
+done:
+    drop_grad(self, copy);
+    return st;
 }
 
 /* Whether other threads may run meanwhile: a large copy, or calls of the device. */
@@ -363,14 +373,16 @@ static pl_status take_dense(pl_step *self, size_t i)
     pli_tensor tensor;
     pl_ready_result result;
     PL_TRY(read_arrived(self, i, &grad, &tensor));
-    if (grad == NULL) /* an undefined gradient: nothing to add or wait for */
+    if (grad == NULL) { /* an undefined gradient: nothing to add or wait for */
         PL_TRY(mark_ready(self, i, NULL,
                           self->slots[i].mode == SLOT_UNTOUCHED ? PL_REPLACE : PL_ADD,
                           &result));
-    else if (choose_mode(self, i, &tensor) == SLOT_VIEW)
+    } else if (choose_mode(self, i, &tensor) == SLOT_VIEW) {
         PL_TRY(take_by_view(self, i, grad, &tensor));
-    else
+    } else {
+        PL_TRY(move_out(self, i, &grad, &tensor));
         PL_TRY(take_by_copy(self, i, grad, &tensor));
+    }
     pli_grads_release_posted(self);
 done:
     drop_grad(self, grad);
@@ -513,11 +525,15 @@ done:
 static pl_status make_view(pl_step *self, size_t i, pl_grad **out)
 {
     pl_status st = PL_OK;
+    if (is_on_device(self)) {
+        self->has_views = 1;
+        return borrow_slot(self, i, out);
+    }
     if (self->window == NULL) /* the process forked in this backward */
         PL_TRY(pli_grads_refresh_window(self));
     const pl_place place = {.memory = slot_memory(self->reducer, i),
-                            .window = self->window,
                             .slot = i,
+                            .window = self->window,
                             .offset = slot_in_window(self, i)};
     PL_TRY(self->grads->over(self->context, &place, self->slots[i].layout, out));
 done:

@@ -97,15 +97,17 @@ struct pl_step {
     step_buffers buffers;
     forward_counts forwards;
     int retains_grads; /* frees copied gradients at the end of the step */
-    /* The window through which gradients see their slots (comm/window.h). */
+    /* Gradients that are views: on the CPU through a window (comm/window.h), on a GPU
+     * of the world's memory itself. */
     pli_window *window;
-    unsigned generation; /* of the plan that the window shows */
+    int has_views;       /* on a GPU: such gradients were made since it was new */
+    unsigned generation; /* of the plan that they show */
     /* Copies for one launch: room for all. */
     pl_move *moves;
     size_t n_moves;
-    pl_stream *stream;        /* of the GPU, current in the hook that runs */
-    size_t n_released;        /* buckets, in order, whose gradients were dropped */
-    pli_memory_ref *captured; /* memory that a captured step uses, or NULL */
+    pl_stream *stream; /* of the GPU, current in the hook that runs */
+    size_t n_released; /* buckets, in order, whose gradients were dropped */
+    int is_captured;   /* a graph may replay a step */
     /* The step under way. */
     sync_mode backward; /* as chosen at the forward whose backward runs */
     recording recording;
@@ -137,7 +139,8 @@ static inline size_t slot_in_window(const pl_step *self, size_t i)
     return self->reducer->plan->slots[i].offset_bytes;
 }
 
-/* Number of live views of the slot, including the parameter's gradient. */
+/* Number of live views of the slot, including the parameter's gradient; on a GPU not
+ * known. */
 static inline unsigned slot_n_views(const pl_step *self, size_t i)
 {
     return self->window != NULL ? atomic_load(&self->window->n_views[i]) : 0;
@@ -146,8 +149,12 @@ static inline unsigned slot_n_views(const pl_step *self, size_t i)
 /* Whether a gradient is a view of the slot. */
 static inline int slot_is_seen_by(const pl_step *self, size_t i, const pli_tensor *grad)
 {
-    return slot_n_views(self, i) > 0 &&
-           grad->data == self->window->base + slot_in_window(self, i) &&
+    const void *seen = NULL;
+    if (is_on_device(self))
+        seen = slot_memory(self->reducer, i);
+    else if (slot_n_views(self, i) > 0)
+        seen = self->window->base + slot_in_window(self, i);
+    return grad->data == seen && grad->layout.n_elems > 0 &&
            pli_layout_equal(&grad->layout, self->slots[i].layout);
 }
 

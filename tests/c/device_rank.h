@@ -11,9 +11,7 @@
 #define PLT_DEVICE_RANK_H
 
 #include "backend/cuda.h"
-#include "comm/window.h"
-#include "fake/fake.h"
-#include "nccl/gpu_comm.h"
+#include "device_memory.h"
 #include "ranks.h"
 
 enum {

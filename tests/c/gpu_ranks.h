@@ -15,6 +15,7 @@
 
 #include "backend/cuda.h"
 #include "core/alloc.h"
+#include "device_memory.h"
 #include "hosts.h"
 #include "nccl/gpu_comm.h"
 #include "ops.h"
@@ -125,12 +126,13 @@ static inline void gpu_ranks_await_threads(void)
 
 static inline void gpu_ranks_end(gpu_ranks *all)
 {
-    static const char *const kinds[FAKE_N_KINDS] = {
-        "contexts", "streams", "events", "allocations", "pinned",
-        "modules",  "graphs",  "execs",  "comms",       "registrations"};
+    static const char *const kinds[FAKE_N_KINDS] = {"contexts",    "streams", "events",
+                                                    "allocations", "pinned",  "modules",
+                                                    "graphs",      "execs",   "comms"};
     pli_watchdog_destroy(all->watchdog);
     pli_nccl_library_release(all->library);
     gpu_ranks_await_threads();
+    fake_torch_settle();
     for (int kind = 0; kind < FAKE_N_KINDS && !all->may_keep; kind++)
         if (!CHECK(fake_live((fake_kind)kind) == 0))
             CHECK_MORE("seed %d: %d %s are left", (int)all->seed,
@@ -188,6 +190,7 @@ static inline pl_status gpu_join(gpu_rank *self)
                                           .watchdog = all->watchdog,
                                           .host_bytes = GPUS_HOST_BYTES,
                                           .device_bytes = all->device_bytes,
+                                          .allocator = device_allocator(self->backend),
                                           .n_ops = 16,
                                           .deadline_ns = all->deadline_ns,
                                           .report_loss = gpu_note_loss,

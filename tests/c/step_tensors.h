@@ -31,9 +31,8 @@ struct pl_grad {
     long *n_writes; /* of a tensor that shares them with others */
     pli_layout layout;
     float *data;
-    block memory;       /* .at 0: the memory of another */
-    pli_window *window; /* of a view of a slot */
-    size_t slot;
+    block memory;        /* .at 0: the memory of another */
+    device_memory *seen; /* the world's, of a view of a slot */
 };
 
 /* A world, and what each of its ranks does. */
@@ -212,8 +211,7 @@ static inline void tensor_drop(pl_grad *it)
         return;
     it->owner->n_alive--;
     give_block(&it->owner->gpu, &it->memory);
-    if (it->window != NULL)
-        pli_window_unsee(it->window, it->slot);
+    device_memory_drop(it->seen);
     free(it);
 }
 
@@ -277,15 +275,11 @@ static inline pl_status tensors_put(void *context, size_t i, pl_grad *it)
 static inline pl_status tensors_over(void *context, const pl_place *place,
                                      const pli_layout *layout, pl_grad **out)
 {
-    pl_grad *it = tensor_bare(tensors_of(context), layout);
+    rank_tensors *self = tensors_of(context);
+    pl_grad *it = tensor_bare(self, layout);
     it->data = place->memory;
-    if (place->window != NULL) {
-        CHECK(place->memory == place->window->base + place->offset);
-        CHECK(place->window->comm != NULL); /* not retired */
-        it->window = place->window;
-        it->slot = place->slot;
-        pli_window_see(it->window, it->slot);
-    }
+    it->seen = self->gpu.comm->device_owner;
+    device_memory_hold(it->seen);
     *out = it;
     return PL_OK;
 }
@@ -452,6 +446,7 @@ static inline int tensors_join(rank_tensors *self, pl_comm *base)
         .nccl = world->it.world_size > 1 ? world->nccl : NULL,
         .host_bytes = world->size.header_bytes,
         .device_bytes = world->size.arena_bytes - world->size.header_bytes,
+        .allocator = device_allocator(self->gpu.backend),
         .n_ops = world->size.n_ops,
         .deadline_ns = RANKS_DEADLINE_NS,
     };
@@ -502,6 +497,12 @@ static inline int tensors_renew(rank_tensors *self)
     return 1;
 }
 
+/* Whether steps write a tensor that was kept: a view of the world's memory. */
+static inline int is_overwritten(const rank_tensors *self, const pl_grad *it)
+{
+    return it != NULL && it->seen != NULL && it->seen == self->gpu.comm->device_owner;
+}
+
 /* All streams wait for what the main one does: memory that it reads may be freed. */
 static inline void tensors_zero(rank_tensors *self)
 {
@@ -517,7 +518,8 @@ static inline void tensors_destroy(rank_tensors *self)
     self->current = 0;
     tensors_zero(self);
     for (size_t k = 0; k < N_KEPT; k++)
-        tensor_check(&self->kept[k]);
+        if (!is_overwritten(self, self->kept[k].tensor))
+            tensor_check(&self->kept[k]);
     for (size_t b = 0; b < N_BUFFERS; b++)
         tensor_replace(&self->buffers[b], NULL);
     pl_step_destroy(self->step);
@@ -562,6 +564,7 @@ static inline void tensors_run(tensor_world *world)
     world->worlds.n_bytes = world->size.header_bytes + PLI_GPU_BOARD_BYTES;
     succession_run(&world->worlds, &world->it, tensors_rank, world);
     pli_nccl_library_release(world->nccl);
+    fake_torch_settle();
     if (!CHECK(fake_errors() == 0))
         for (int i = 0; fake_error(i) != NULL; i++)
             CHECK_MORE("seed %d: %s", (int)world->it.seed, fake_error(i));

@@ -195,7 +195,7 @@ static inline void check_means(rank_tensors *self, uint64_t step, int n_active,
         }
         CHECK(is_used ? it->tensor != NULL : is_active || it->tensor == NULL);
         it->factor = sum / divisor + (is_active ? it->factor : 0);
-        self->world->n_views += it->tensor != NULL && it->tensor->window != NULL;
+        self->world->n_views += it->tensor != NULL && it->tensor->seen != NULL;
         tensor_check(it);
     }
 }
@@ -217,6 +217,8 @@ static inline void keep(rank_tensors *self)
 {
     for (size_t k = 0; k < N_KEPT; k++) {
         const size_t i = draw_below(self->gpu.random, N_PARAMS);
+        if (is_overwritten(self, self->kept[k].tensor))
+            drop_kept(self, k);
         tensor_check(&self->kept[k]);
         if (draw_below(self->gpu.random, 3) > 0)
             continue;
@@ -233,19 +235,6 @@ static inline void zero(rank_tensors *self)
     tensors_zero(self);
     for (size_t i = 0; i < N_PARAMS; i++)
         self->grads[i].factor = 0;
-}
-
-/* Another view of a gradient; NULL: it is not one. */
-static inline pl_grad *alias(rank_tensors *self, const pl_grad *grad)
-{
-    if (grad == NULL || grad->window == NULL)
-        return NULL;
-    pl_grad *it = tensor_bare(self, &grad->layout);
-    it->data = grad->data;
-    it->window = grad->window;
-    it->slot = grad->slot;
-    pli_window_see(it->window, it->slot);
-    return it;
 }
 
 static inline int take_step(rank_tensors *self, uint64_t step)
@@ -279,7 +268,8 @@ static inline void use_grads(rank_tensors *self, uint64_t step)
     const size_t kept = draw_below(self->gpu.random, N_PARAMS);
     fill_unused(self, step, 1 + rank); /* a value of its own, which stays */
     /* A recorded sum is a new tensor, so the old one stays as it is. */
-    if (self->is_recorded && n_grads(self, step, rank, kept) > 0) {
+    if (self->is_recorded && n_grads(self, step, rank, kept) > 0 &&
+        !is_overwritten(self, self->grads[kept].tensor)) {
         drop_kept(self, k);
         self->kept[k] = self->grads[kept];
         (void)hold_maybe(self->kept[k].tensor);
@@ -290,7 +280,6 @@ static inline int train_step(rank_tensors *self, uint64_t step)
 {
     const tensor_world *world = self->world;
     pl_grad *before[N_PARAMS];
-    pl_grad *other = NULL;
     self->current = 0;
     self->is_recorded = step_is_any(self, step, 7, world->percent_recorded);
     if (!step_is_any(self, step, 6, world->percent_grown)) {
@@ -298,9 +287,6 @@ static inline int train_step(rank_tensors *self, uint64_t step)
         zero(self);
     } else {
         use_grads(self, step);
-        if (draw_below(self->gpu.random, 3) == 0)
-            other =
-                alias(self, self->grads[draw_below(self->gpu.random, N_PARAMS)].tensor);
     }
     for (size_t i = 0; i < N_PARAMS; i++)
         before[i] = self->grads[i].tensor;
@@ -310,7 +296,6 @@ static inline int train_step(rank_tensors *self, uint64_t step)
         CHECK(before[i] == NULL || !world->keeps_grads || self->is_recorded ||
               self->grads[i].tensor == before[i]);
     fill_unused(self, step, 6);
-    tensor_drop(other);
     await_buffers(self, step, draw_below(self->gpu.random, 3) == 0);
     return 1;
 }

@@ -309,7 +309,7 @@ static void run_over_group(int world_size, uint64_t seed, void (*run)(gpu_rank *
         CHECK_OK(make_group_comm(&all, &it, r));
     }
     if (n_expected > 0)
-        fake_fail("ncclMemAlloc", 1, 1), fake_fail("cuMemAlloc", 1, 2);
+        fake_fail("cuMemAlloc", 1, 2);
     CHECK(gpu_ranks_run(&all, run, ranks) == n_expected);
     for (int r = 0; r < world_size; r++) {
         pl_comm_destroy(through[r]);

@@ -10,8 +10,7 @@ TEST(a_library_is_found_by_its_path)
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &library)))
         return;
     CHECK(library->version == fake_defaults().nccl);
-    CHECK(library->GetLastError != NULL && library->MemAlloc != NULL &&
-          library->CommRegister != NULL);
+    CHECK(library->GetLastError != NULL && library->CommFinalize != NULL);
     pli_nccl_library_retain(library);
     pli_nccl_library_release(library);
     CHECK(library->AllReduce != NULL); /* one user is left */
@@ -174,7 +173,7 @@ static void meet_and_sum(gpu_rank *self)
     pli_nccl_finish(nccl, RANKS_DEADLINE_NS);
     pli_nccl_finish(nccl, RANKS_DEADLINE_NS);
     CHECK(pli_nccl_check(nccl) == PL_EPEER);
-    pli_nccl_destroy(nccl, NULL, NULL);
+    pli_nccl_destroy(nccl);
 }
 
 TEST(ranks_meet_and_add)
@@ -194,7 +193,7 @@ static void leave_in_no_time(gpu_rank *self)
     if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
         return;
     pli_nccl_finish(nccl, 0);
-    pli_nccl_destroy(nccl, NULL, NULL);
+    pli_nccl_destroy(nccl);
 }
 
 /* The thread that flushes may run when the communicator no longer exists. */
@@ -252,7 +251,7 @@ static void give_up_too_late(gpu_rank *self)
     while (!atomic_load(&it->are_made)) /* includes the one made here */
         pli_sleep_ns(100000);
     CHECK(is_last || (st == PL_EPEER && nccl == NULL));
-    pli_nccl_destroy(nccl, NULL, NULL);
+    pli_nccl_destroy(nccl);
 }
 
 TEST(what_has_been_made_for_one_that_gives_up_is_aborted)
@@ -298,12 +297,11 @@ static void enqueue_until_aborted(gpu_rank *self)
         CHECK_FAILS(st, PL_EPEER, "aborted");
         (void)pthread_join(thread, NULL);
         CHECK(pli_nccl_check(nccl) == PL_EPEER);
-        CHECK(pli_nccl_register(nccl, &(pli_nccl_memory){.is_of_nccl = 1}) == NULL);
     }
     pli_nccl_abort(nccl);
     CHECK_OK(self->backend->ops->synchronize(self->backend, self->stream));
     self->backend->ops->free(self->backend, memory);
-    pli_nccl_destroy(nccl, NULL, NULL);
+    pli_nccl_destroy(nccl);
 }
 
 TEST(an_abort_from_another_thread_ends_all_that_runs)
@@ -316,48 +314,7 @@ TEST(an_abort_from_another_thread_ends_all_that_runs)
     }
 }
 
-/* ---- memory, and errors --------------------------------------------------------- */
-
-static void use_memory(gpu_rank *self)
-{
-    pli_nccl *nccl = NULL;
-    meeting *it = self->all->context;
-    pli_nccl_memory memory = {NULL, 0, 0};
-    const pli_nccl_library *library = self->all->library;
-    if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
-        return;
-    CHECK_OK(pli_nccl_alloc(library, self->backend, 0, &memory));
-    CHECK(memory.is_of_nccl && memory.n_bytes > 0);
-    void *handle = pli_nccl_register(nccl, &memory);
-    CHECK(handle != NULL);
-    pli_nccl_deregister(nccl, handle);
-    pli_nccl_deregister(nccl, NULL);
-    pli_nccl_free(library, self->backend, &memory);
-    pli_nccl_free(library, self->backend, &memory); /* freed already */
-    atomic_fetch_add(&it->n_made, 1);
-    if (self->rank == 0) {
-        while (atomic_load(&it->n_made) < 4) /* both have allocated */
-            pli_sleep_ns(100000);
-        /* If NCCL has no memory left, or is missing, the driver allocates. */
-        fake_fail("ncclMemAlloc", 1, 1);
-        CHECK_OK(pli_nccl_alloc(library, self->backend, 100, &memory));
-        CHECK(!memory.is_of_nccl && pli_nccl_register(nccl, &memory) == NULL);
-        pli_nccl_free(library, self->backend, &memory);
-        CHECK_OK(pli_nccl_alloc(NULL, self->backend, 100, &memory));
-        pli_nccl_free(NULL, self->backend, &memory);
-        fake_fail("ncclMemAlloc", 1, 1);
-        fake_fail("cuMemAlloc", 1, 2);
-        CHECK(pli_nccl_alloc(library, self->backend, 100, &memory) == PL_ENOMEM);
-    }
-    pli_nccl_destroy(nccl, NULL, NULL);
-}
-
-TEST(memory_is_nccls_where_it_has_some)
-{
-    meeting it;
-    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
-    run_ranks(&all, &it, use_memory);
-}
+/* ---- errors --------------------------------------------------------- */
 
 static void meet_errors(gpu_rank *self)
 {
@@ -380,7 +337,7 @@ static void meet_errors(gpu_rank *self)
         CHECK_SAYS(ncclGetErrorString((ncclResult_t)errors[k].code));
         CHECK_OK(pli_nccl_check(nccl));
     }
-    pli_nccl_destroy(nccl, NULL, NULL);
+    pli_nccl_destroy(nccl);
 }
 
 TEST(errors_are_told_in_nccls_own_words)
@@ -405,7 +362,7 @@ static void meet_early_returns(gpu_rank *self)
         CHECK_FAILS(sum_once(self, nccl), PL_EUNSUPPORTED, "NCCL_COMM_BLOCKING=0");
     }
     CHECK_OK(sum_once(self, nccl));
-    pli_nccl_destroy(nccl, NULL, NULL);
+    pli_nccl_destroy(nccl);
 }
 
 TEST(calls_that_return_before_their_end_are_refused)

@@ -1,8 +1,8 @@
 """The memory of one contestant, alone in fresh processes.
 
-torch counts only its own allocator, which excludes the arenas of the native core.  So
-the decrease of the device's free memory is measured too, with all ranks at the same
-point.  Both are relative to the moment before the model was made.
+torch counts its allocator, which excludes NCCL's memory.  So the decrease of the
+device's free memory is measured too, with all ranks at the same point.  Both are
+relative to the moment before the model was made.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from paceline import _gpu, _native
@@ -94,13 +95,41 @@ def _schedule() -> dict[str, Any]:
 @functools.cache
 def fake() -> ctypes.CDLL:
     """Return this process's fake library, with the functions that control it."""
-    loaded = ctypes.CDLL(os.environ["PACELINE_LIBCUDA"])
+    loaded = ctypes.CDLL(os.environ.get("PACELINE_LIBCUDA") or library())
     loaded.fake_error.restype = ctypes.c_char_p
     return loaded
 
 
 def synchronize() -> None:
     fake().fake_synchronize_all()
+
+
+class _Block:
+    """Memory of torch's allocator as the fake has it: host memory, for a CPU tensor."""
+
+    def __init__(self, loaded: ctypes.CDLL, index: int, n_bytes: int) -> None:
+        self.loaded, self.pid = loaded, os.getpid()
+        loaded.fake_torch_alloc.restype = ctypes.c_void_p
+        self.address = loaded.fake_torch_alloc(index, ctypes.c_size_t(n_bytes))
+        if self.address is None:
+            raise torch.cuda.OutOfMemoryError(f"device {index} is out of memory")
+        data = {"data": (self.address, False), "shape": (n_bytes,), "typestr": "|u1"}
+        self.__array_interface__ = {**data, "version": 3}
+
+    def __del__(self) -> None:
+        if self.address is not None and self.pid == os.getpid():
+            self.loaded.fake_torch_free(ctypes.c_void_p(self.address))
+
+
+def empty(index: int, n_bytes: int) -> torch.Tensor:
+    """Stand in for torch_cuda.empty()."""
+    return torch.from_numpy(np.asarray(_Block(fake(), index, n_bytes)))
+
+
+def record_stream(memory: torch.Tensor, stream: int) -> None:
+    """Stand in for torch_cuda.record_stream()."""
+    address = ctypes.c_void_p(memory.data_ptr())
+    fake().fake_torch_record(address, ctypes.c_void_p(stream))
 
 
 def errors() -> list[str]:
@@ -151,7 +180,7 @@ def stand_in(rank: int) -> Machine:
     if not isinstance(_gpu.machine, Machine):
         _gpu.machine = Machine(rank)
         torch_cuda.current_stream = lambda index: 0
-        torch_cuda.empty_cache = lambda: fake().fake_empty_caches()
+        torch_cuda.empty, torch_cuda.record_stream = empty, record_stream
     _gpu.machine.is_there = True
     return _gpu.machine
 
@@ -224,14 +253,22 @@ class OwnGpu(SeveralGpus):
     def identity(self, index: int, nccl_version: int) -> str:
         return f"GPU {self.rank}"
 
+    def empty(self, index: int, n_bytes: int) -> torch.Tensor:
+        _Block(fake(), index, n_bytes)  # raises if there is no room
+        device = torch.device(self.device_type, index)
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def record_stream(self, memory: torch.Tensor, stream: int) -> None:
+        devices.native.library.devices_record(memory.data_ptr(), stream)
+
 
 def show_own(rank: int) -> None:
     """Have this process use the GPU of its rank, as `torch.device("gpu")`."""
     devices.load()
     devices.show(1)
     _gpu.machine = machine = OwnGpu(rank)
-    torch_cuda.current_stream = machine.current_stream
-    torch_cuda.empty_cache = lambda: fake().fake_empty_caches()
+    torch_cuda.current_stream, torch_cuda.empty = machine.current_stream, machine.empty
+    torch_cuda.record_stream = machine.record_stream
     watch(fake())
     torch_core.attach()
 

@@ -17,6 +17,7 @@ typedef struct reducer_param {
     PyObject *hooks;  /* dict of post-accumulate hooks; NULL: unknown */
     PyObject *hook;   /* the hook object */
     PyObject *handle; /* torch's RemovableHandle of the hook */
+    PyObject *view;   /* of its slot, on a GPU; NULL: not made yet */
 } reducer_param;
 
 /* A module's buffer: how to find its current tensor. */
@@ -29,6 +30,7 @@ typedef struct reducer_buffer {
 typedef struct reducer_device {
     dl_device place; /* of the parameters */
     gpu_object *gpu; /* the world's; NULL: the CPU */
+    void *viewed;    /* its memory that the parameters' views show */
 } reducer_device;
 
 /* State of distributed autograd. */

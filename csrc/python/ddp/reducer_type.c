@@ -190,6 +190,7 @@ static void free_params(reducer_param *params, size_t n_params)
         Py_XDECREF(params[i].hook);
         Py_XDECREF(params[i].handle);
         Py_XDECREF(params[i].hooks);
+        Py_XDECREF(params[i].view);
     }
     pli_free(params);
 }
@@ -405,6 +406,7 @@ static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(self->params[i].param);
         Py_VISIT(self->params[i].hooks);
         Py_VISIT(self->params[i].handle);
+        Py_VISIT(self->params[i].view);
     }
     for (size_t b = 0; b < self->n_buffers; b++)
         Py_VISIT(self->buffers[b].owner);

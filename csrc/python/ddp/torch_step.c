@@ -150,18 +150,71 @@ static pl_status find_buffer(void *context, size_t b, pl_grad **out)
 
 /* ---- new tensors, and writing --------------------------------------------------- */
 
+/* Of a part of the memory's tensor; each dimension is a size and a stride. */
+static PyObject *make_view(const reducer_object *self, const pl_place *place,
+                           const pli_layout *layout)
+{
+    const char *memory = place->memory;
+    PyObject *args = PyTuple_New(3 + 2 * layout->n_dims);
+    if (args == NULL)
+        return NULL;
+    PyTuple_SET_ITEM(args, 0, Py_NewRef((PyObject *)self->comm->device_owner));
+    PyTuple_SET_ITEM(args, 1, PyLong_FromSsize_t(memory - self->comm->device_memory));
+    PyTuple_SET_ITEM(args, 2, PyUnicode_FromString(pl_dtype_text(layout->dtype)));
+    for (int d = 0; d < layout->n_dims; d++) {
+        const pli_dim *dim = &layout->dims[d];
+        PyTuple_SET_ITEM(args, 3 + 2 * d, PyLong_FromLongLong(dim->size));
+        PyTuple_SET_ITEM(args, 4 + 2 * d, PyLong_FromLongLong(dim->stride));
+    }
+    PyObject *view = NULL;
+    if (!PyErr_Occurred())
+        view = PyObject_CallObject(state_of_reducer(self)->view_of, args);
+    Py_DECREF(args);
+    return view;
+}
+
+/* Whether a view is still as it was made; the user may change it as any tensor. */
+static int is_view_of(const reducer_object *self, PyObject *view, const pl_place *place,
+                      const pli_layout *layout)
+{
+    const module_state *state = state_of_reducer(self);
+    pli_tensor tensor;
+    if (pli_is_true(PyObject_GetAttr(view, state->name_requires_grad)) != 0 ||
+        pli_tensor_read_any(state, self->device.place, view, "a gradient's view",
+                            &tensor) != 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    return tensor.data == place->memory && pli_layout_equal(&tensor.layout, layout);
+}
+
+/* As torch's class, gives a parameter the same tensor in each step. */
+static PyObject *view_on_device(reducer_object *self, const pl_place *place,
+                                const pli_layout *layout)
+{
+    PyObject **view = &self->params[place->slot].view;
+    if (self->device.viewed != self->comm->device_memory)
+        for (size_t i = 0; i < self->n_params; i++)
+            Py_CLEAR(self->params[i].view);
+    self->device.viewed = self->comm->device_memory;
+    if (*view != NULL && !is_view_of(self, *view, place, layout))
+        Py_CLEAR(*view);
+    if (*view == NULL)
+        *view = make_view(self, place, layout);
+    return Py_XNewRef(*view);
+}
+
 static pl_status over(void *context, const pl_place *place, const pli_layout *layout,
                       pl_grad **out)
 {
-    const reducer_object *self = context;
+    reducer_object *self = context;
     const module_state *state = state_of_reducer(self);
-    const pli_view view = {.window = place->window,
-                           .place = self->device.place,
-                           .slot = place->slot,
-                           .offset = place->offset};
-    return give(place->window != NULL
-                    ? pli_tensor_view(state, &view, layout)
-                    : pli_tensor_borrow(state, view.place, place->memory, layout),
+    const pli_view view = {
+        .window = place->window, .slot = place->slot, .offset = place->offset};
+    if (pli_is_on_device(self))
+        return give(view_on_device(self, place, layout), out);
+    return give(place->window != NULL ? pli_tensor_view(state, &view, layout)
+                                      : pli_tensor_borrow(state, place->memory, layout),
                 out);
 }
 

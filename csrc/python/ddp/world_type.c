@@ -449,10 +449,10 @@ static int put_device_before(module_state *state, world_object *self,
                                           .host_bytes = (size_t)arguments->arena_bytes,
                                           .device_bytes =
                                               (size_t)arguments->device_bytes,
+                                          .allocator = pli_gpu_allocator(self->gpu),
                                           .n_ops = (size_t)arguments->n_ops,
                                           .deadline_ns = arguments->deadline_ns,
                                           .is_interrupted = pli_is_interrupted,
-                                          .empty_caches = pli_gpu_empty_cache,
                                           .report_loss = report_loss,
                                           .context = state};
     Py_BEGIN_ALLOW_THREADS

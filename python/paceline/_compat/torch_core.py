@@ -86,7 +86,9 @@ def attach() -> None:
         # torch 2.10 and newer; with older ones, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
         current_stream=torch_cuda.current_stream,
-        empty_cache=torch_cuda.empty_cache,
+        device_empty=torch_cuda.empty,
+        record_stream=torch_cuda.record_stream,
+        view_of=torch_cuda.view_of,
         current_task=torch_graph.current_task,
     )
 
@@ -97,10 +99,8 @@ _COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 def is_compiled_autograd() -> bool:
     """Tell whether compiled autograd runs backward: it calls no final callbacks."""
     module = sys.modules.get(_COMPILED_AUTOGRAD)
-    return any(
-        getattr(module, flag, False)
-        for flag in ("in_compiled_autograd_region", "compiled_autograd_enabled")
-    )
+    flags = "in_compiled_autograd_region", "compiled_autograd_enabled"
+    return any(getattr(module, flag, False) for flag in flags)
 
 
 def is_in_backward() -> bool:

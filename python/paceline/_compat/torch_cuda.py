@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,31 @@ def size(index: int) -> tuple[int, int]:
     return properties.total_memory, properties.multi_processor_count
 
 
-def empty_cache() -> None:
-    """Free the GPU memory that torch caches for new tensors."""
-    torch.cuda.empty_cache()
+@torch.inference_mode(False)
+def empty(index: int, n_bytes: int) -> torch.Tensor:
+    """Return memory of a GPU, from torch's allocator."""
+    return torch.empty(n_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
+
+
+def record_stream(memory: torch.Tensor, stream: int) -> None:
+    """Have torch reuse memory only after the work on a CUstream."""
+    device = memory.device
+    make: Any = torch.cuda.ExternalStream
+    of_user = make(stream, device) if stream else torch.cuda.default_stream(device)
+    memory.record_stream(of_user)
+
+
+@torch.inference_mode(False)
+def view_of(
+    memory: torch.Tensor,
+    offset: int,
+    dtype: str,
+    *dims: int,
+) -> torch.Tensor:
+    """Return a part of such memory, as a tensor that autograd counts separately."""
+    kind, (size, strides) = getattr(torch, dtype), (dims[::2], dims[1::2])
+    part = memory[offset : offset + math.prod(size) * kind.itemsize].view(kind)
+    return part.as_strided(size, strides).data
 
 
 def is_rocm() -> bool:

@@ -72,16 +72,14 @@ class DistributedDataParallel(LoadsEither[Wrapped], TorchSurface):
         may change from step to step (unless ``strict``).
     gradient_as_bucket_view : bool, default False
         On GPUs, whether the ``.grad`` of parameters of 32 KiB and more is a view of its
-        bucket, so that gradients are in memory only once.  Such a view is not in memory
-        of torch's allocator: ``p.grad.record_stream(s)`` is ignored (before you drop
-        ``p.grad``, let the current stream wait for ``s``), and you cannot send it to
-        another process (send ``p.grad.clone()``).  On the CPU new gradients of that
+        bucket, so that gradients are in memory only once.  The next step overwrites a
+        view that you keep, as with torch's class.  On the CPU new gradients of that
         size are always views; there the option decides whether a ``.grad`` that existed
         before the backward is replaced by a view, or stays the same tensor.
     skip_all_reduce_unused_params, batched_grad_copy, check_reduction : bool
         Accepted and not needed.
     lazy_bucket_allocation : bool
-        Accepted, without effect: buckets keep their memory, which is not torch's.
+        Accepted, without effect: buckets keep their memory.
     device_mesh : torch.distributed.DeviceMesh, optional
         A 1-D mesh, or a 1-D slice of a larger one, instead of ``process_group``.  With
         a slice, the module may come from ``parallelize_module``, as in torch's class,

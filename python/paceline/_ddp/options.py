@@ -75,9 +75,8 @@ class Options:
     def view_bytes(self, is_on_gpu: bool) -> int:
         """Return the size from which gradients become views of their buckets.
 
-        On the CPU a view of a new gradient behaves like a tensor.  On a GPU a bucket's
-        memory is not from torch's allocator, which then cannot protect readers on other
-        streams.
+        On the CPU a view that is kept keeps its values.  On a GPU the next step writes
+        it, as with torch's class, so there views must be asked for.
         """
         return VIEW_BYTES if self.as_bucket_views or not is_on_gpu else sys.maxsize
 

@@ -46,25 +46,20 @@ typedef struct fake_options {
     int pump;    /* 1: a thread executes operations at random times */
     int foreign; /* 1: addresses that are not of device memory are allowed too; 2: and
                     stand for memory that is mapped for one device only */
-    int64_t capacity;    /* bytes per device */
-    int64_t taken;       /* of them, by caches of other libraries (torch's); see
-                            fake_empty_caches() */
-    int64_t granularity; /* NCCL's memory takes multiples of it: 0, or as NCCL 2.19
-                            to 2.24 with NVLS */
-    int alloc_waits;     /* cuMemAlloc waits for the device: 0 never, 1 always, 2 by
-                            seed */
-    int lazy_load;       /* 1: cuModuleGetFunction waits for the device, which loads the
-                            kernel then (CUDA_MODULE_LOADING) */
+    int64_t capacity; /* bytes per device */
+    int alloc_waits;  /* cuMemAlloc waits for the device: 0 never, 1 always, 2 by
+                         seed */
+    int lazy_load;    /* 1: cuModuleGetFunction waits for the device, which loads the
+                         kernel then (CUDA_MODULE_LOADING) */
     int one_queue;    /* 1: an operation begins when all earlier ones of the device are
                          done (CUDA_DEVICE_MAX_CONNECTIONS=1, with room for one kernel) */
-    int lazy_connect; /* 1: NCCL's first operation of a kind, of a size, and of memory
-                         that is registered or not, blocks the host until the peers have
-                         come */
+    int lazy_connect; /* 1: NCCL's first operation of a kind and of a size blocks the
+                         host until the peers have come */
     int64_t connect_bytes; /* ... and allocates so many bytes on the device */
     int net; /* 1: data that an operation has sent lies with NCCL's proxy when the
                 operation is done, and is sent on some time later */
-    int proxy_blocks; /* calls that wait for a proxy which never answers, until the
-                         communicator is aborted: 1 ncclCommDeregister, 2 Finalize */
+    int proxy_blocks; /* 1: ncclCommFinalize waits for a proxy which never answers,
+                         until the communicator is aborted */
     int abort_ms;     /* ncclCommAbort takes this long before it does anything */
     int queue_depth; /* launches of a communicator that its device accepts; the next one
                         blocks the host until one is done.  0: any number */
@@ -137,7 +132,6 @@ typedef enum fake_kind {
     FAKE_GRAPHS,
     FAKE_EXECS,
     FAKE_COMMS,
-    FAKE_REGISTRATIONS, /* and windows */
     FAKE_N_KINDS
 } fake_kind;
 
@@ -162,8 +156,14 @@ FAKE_API int fake_freed(const void *memory, const int64_t *streams, int n_stream
 /* From now on neither device can get access to the other's memory. */
 FAKE_API void fake_part(int device, int other);
 
-/* Frees the memory of options.taken on each device. */
-FAKE_API void fake_empty_caches(void);
+/* Memory of torch's allocator (fake_torch.c); NULL: there is none.  What was freed is
+ * used again once the device has finished with it; fake_torch_settle() has the device
+ * do what that needs, and no more. */
+FAKE_API void *fake_torch_alloc(int device, size_t n_bytes);
+FAKE_API void fake_torch_record(void *memory, CUstream stream);
+FAKE_API void fake_torch_free(void *memory);
+FAKE_API void fake_torch_settle(void);
+
 FAKE_API int fake_context_depth(void); /* of this thread's stack of contexts */
 
 /* Since fake_reset(): connections that NCCL has made with options.lazy_connect. */

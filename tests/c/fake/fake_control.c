@@ -174,12 +174,13 @@ void fk_object_kill(fk_object *object)
         fk.n_live[object->kind]--;
 }
 
-FAKE_GETTER(int, fake_live, (fake_kind kind), fk.n_live[kind])
+FAKE_GETTER(int, fake_live, (fake_kind kind), (fk_torch_reuse(), fk.n_live[kind]))
 
 int fake_live_objects(void)
 {
     int n = 0;
     lock();
+    fk_torch_reuse();
     for (int kind = 0; kind < FAKE_N_KINDS; kind++)
         n += fk.n_live[kind];
     unlock();
@@ -215,15 +216,15 @@ static int set_option(fake_options *it, const char *name, const char *text)
     static const struct {
         const char *name;
         size_t at, n_bytes;
-    } numbers[] = {OPTION(seed),          OPTION(devices),       OPTION(driver),
-                   OPTION(nccl),          OPTION(compute),       OPTION(protect),
-                   OPTION(pump),          OPTION(foreign),       OPTION(capacity),
-                   OPTION(taken),         OPTION(granularity),   OPTION(alloc_waits),
-                   OPTION(lazy_connect),  OPTION(connect_bytes), OPTION(net),
-                   OPTION(proxy_blocks),  OPTION(abort_ms),      OPTION(queue_depth),
-                   OPTION(peers),         OPTION(corrupt_bytes), OPTION(share_device),
-                   OPTION(one_bus),       OPTION(quiet),         OPTION(blocking),
-                   OPTION(corrupt_peers), OPTION(lazy_load),     OPTION(one_queue)};
+    } numbers[] = {OPTION(seed),         OPTION(devices),       OPTION(driver),
+                   OPTION(nccl),         OPTION(compute),       OPTION(protect),
+                   OPTION(pump),         OPTION(foreign),       OPTION(capacity),
+                   OPTION(alloc_waits),  OPTION(lazy_connect),  OPTION(connect_bytes),
+                   OPTION(net),          OPTION(proxy_blocks),  OPTION(abort_ms),
+                   OPTION(queue_depth),  OPTION(peers),         OPTION(corrupt_bytes),
+                   OPTION(share_device), OPTION(one_bus),       OPTION(quiet),
+                   OPTION(blocking),     OPTION(corrupt_peers), OPTION(lazy_load),
+                   OPTION(one_queue)};
 #undef OPTION
     const int64_t value = strtoll(text, NULL, 10); /* its low bytes come first */
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {

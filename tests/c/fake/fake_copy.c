@@ -27,7 +27,7 @@ CUresult cuMemAlloc(CUdeviceptr *out, size_t n_bytes)
     if (n_bytes == 0)
         return fk_leave(CUDA_ERROR_INVALID_VALUE);
     FAKE_TRY(maybe_wait(context->device));
-    FAKE_TRY(fk_alloc(context->device, n_bytes, 0, &memory));
+    FAKE_TRY(fk_alloc(context->device, n_bytes, &memory));
     *out = (CUdeviceptr)(uintptr_t)memory;
     return fk_leave(CUDA_SUCCESS);
 }
@@ -42,7 +42,7 @@ CUresult cuMemFree(CUdeviceptr memory)
     const int device = fk_device_of(pointer_of(memory));
     if (device >= 0)
         (void)fk_wait_device(device, "cuMemFree");
-    return fk_leave(fk_free(pointer_of(memory), 0));
+    return fk_leave(fk_free(pointer_of(memory)));
 }
 
 CUresult cuMemGetInfo(size_t *available, size_t *total)
@@ -51,7 +51,7 @@ CUresult cuMemGetInfo(size_t *available, size_t *total)
     FAKE_CALL(cuMemGetInfo);
     FAKE_TRY(fk_need_context(&context));
     *total = (size_t)fk.options.capacity;
-    *available = (size_t)(fk.options.capacity - fk.options.taken - context->n_bytes);
+    *available = (size_t)(fk.options.capacity - context->n_bytes);
     return fk_leave(CUDA_SUCCESS);
 }
 

@@ -25,10 +25,8 @@ typedef struct allocation {
     size_t n_bytes;
     char *pages;
     size_t n_page_bytes;
-    size_t n_charged; /* of the device's capacity */
     int device;
     int is_unshared;
-    int is_nccl;
     int is_dead;
 } allocation;
 
@@ -196,17 +194,13 @@ void fake_hide_memory(void)
 
 /* ---- allocations ---------------------------------------------------------------- */
 
-int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out)
+int fk_alloc(int device, size_t n_bytes, void **out)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const size_t n_rounded = round_up(n_bytes, ALIGNMENT);
     const size_t n_page_bytes = round_up(n_rounded, page);
-    const size_t unit =
-        is_nccl && fk.options.granularity > 0 ? (size_t)fk.options.granularity : 1;
-    const size_t n_charged = round_up(n_rounded, unit);
     struct CUctx_st *context = &fk.contexts[device];
-    if (context->n_bytes + (int64_t)n_charged >
-            fk.options.capacity - fk.options.taken ||
+    if (context->n_bytes + (int64_t)n_rounded > fk.options.capacity ||
         n_allocations == MAX_ALLOCATIONS || !reserve() ||
         region_used + n_page_bytes + page > REGION_BYTES)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -214,9 +208,7 @@ int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out)
     *it = (allocation){.pages = region + region_used,
                        .n_page_bytes = n_page_bytes,
                        .n_bytes = n_bytes,
-                       .n_charged = n_charged,
-                       .device = device,
-                       .is_nccl = is_nccl};
+                       .device = device};
     if (mprotect(it->pages, n_page_bytes, PROT_READ | PROT_WRITE) != 0)
         return CUDA_ERROR_OUT_OF_MEMORY;
     it->base = it->pages + (n_page_bytes - n_rounded); /* its end meets the next page */
@@ -224,7 +216,7 @@ int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out)
     memset(it->base, POISON_NEW, n_bytes);
     region_used += n_page_bytes + page;
     n_allocations++;
-    context->n_bytes += (int64_t)n_charged;
+    context->n_bytes += (int64_t)n_rounded;
     fk.n_live[FAKE_ALLOCATIONS]++;
     if (fk.options.protect && !is_open && !is_shown)
         (void)mprotect(it->pages, n_page_bytes, PROT_NONE);
@@ -244,7 +236,7 @@ static void check_slack(const allocation *it)
     }
 }
 
-int fk_free(void *memory, int is_nccl)
+int fk_free(void *memory)
 {
     allocation *it = find(memory);
     if (it == NULL || it->base != memory) {
@@ -255,12 +247,10 @@ int fk_free(void *memory, int is_nccl)
         fk_error("%p was freed twice", memory);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (it->is_nccl != is_nccl)
-        fk_error("%p was freed by the other library", memory);
     fk_memory_open();
     check_slack(it);
     it->is_dead = 1;
-    fk.contexts[it->device].n_bytes -= (int64_t)it->n_charged;
+    fk.contexts[it->device].n_bytes -= (int64_t)round_up(it->n_bytes, ALIGNMENT);
     fk.n_live[FAKE_ALLOCATIONS]--;
     (void)madvise(it->pages, it->n_page_bytes, MADV_DONTNEED);
     (void)mprotect(it->pages, it->n_page_bytes, PROT_NONE);
@@ -292,12 +282,11 @@ int fk_op_touches(const fk_op *op, const char *low, const char *high)
     return 0;
 }
 
-const fk_op *fk_in_flight(const void *memory, int is_of_nccl)
+const fk_op *fk_in_flight(const void *memory)
 {
     const allocation *it = find(memory);
     for (const fk_op *op = fk.first; op != NULL && it != NULL; op = op->next)
-        if ((op->kind == FK_LAUNCH || !is_of_nccl) &&
-            fk_op_touches(op, it->base, it->base + it->n_bytes))
+        if (fk_op_touches(op, it->base, it->base + it->n_bytes))
             return op;
     return NULL;
 }
@@ -345,14 +334,8 @@ CUresult cuPointerGetAttribute(void *out, int attribute, CUdeviceptr memory)
     return fk_leave(CUDA_SUCCESS);
 }
 
-void fake_empty_caches(void)
-{
-    (void)pthread_mutex_lock(&fk.lock);
-    fk.options.taken = 0;
-    (void)pthread_mutex_unlock(&fk.lock);
-}
-
-FAKE_GETTER(int64_t, fake_bytes_in_use, (int device), fk.contexts[device].n_bytes)
+FAKE_GETTER(int64_t, fake_bytes_in_use, (int device),
+            (fk_torch_reuse(), fk.contexts[device].n_bytes))
 
 void fk_memory_reset(void)
 {
@@ -360,6 +343,7 @@ void fk_memory_reset(void)
         (void)mprotect(region, region_used, PROT_NONE);
         (void)madvise(region, region_used, MADV_DONTNEED);
     }
+    fk_torch_reset();
     region_used = 0;
     n_allocations = 0;
     is_open = 0;

@@ -177,13 +177,11 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out)
 
 /* ---- ending --------------------------------------------------------------------- */
 
-/* Its registrations end with it. */
 static void end_comm(ncclComm_t comm)
 {
     fk_leave_world(comm);
     fk_disconnect(comm);
     fk_proxy_drop(comm);
-    fk_drop_registrations(comm);
     fk_op_drop(comm->last);
     comm->last = NULL;
     fk_object_kill(&comm->object);
@@ -211,7 +209,6 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
     while (comm->launches.n > 0 && comm->launches.ops[0]->state == FK_RESIDENT)
         (void)fk_launch_poll(comm->launches.ops[0]);
     fk_moved();
-    fk_drop_registrations(comm); /* no operation uses that memory any more */
     wait_for_graphs(comm, "ncclCommAbort");
     end_comm(comm);
     return fk_leave(ncclSuccess);
@@ -228,7 +225,7 @@ static int finish(ncclComm_t comm, const char *what)
         return ncclUnhandledCudaError;
     wait_for_graphs(comm, what);
     fk_proxy_flush(comm);
-    return fk_proxy_block(comm, 2, what);
+    return fk_proxy_block(comm, what);
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm)

@@ -2,22 +2,21 @@
  *
  * Since NCCL 2.22 that call blocks the host until all ranks are in it, and allocates
  * device memory.  An operation's path depends on its algorithm, which NCCL chooses by
- * kind, size, and whether the memory is registered:
+ * kind and size:
  *
- *     bit   kind * 6 + (0: < 64 KiB, 1: < 512 KiB, 2: more) * 2 + is it registered
+ *     bit   kind * 3 + (0: < 64 KiB, 1: < 512 KiB, 2: more)
  */
 #include "nccl_state.h"
 
 enum { N_SIZES = 3, SMALL_BYTES = 64 << 10, MEDIUM_BYTES = 512 << 10 };
 
-static unsigned bit_of(const ncclComm_t comm, const fk_task *task)
+static unsigned bit_of(const fk_task *task)
 {
     if (!fk.options.lazy_connect)
         return 0;
     const size_t n_bytes = task->count * fk_dtype_bytes(task->dtype);
     const unsigned size = n_bytes < SMALL_BYTES ? 0 : n_bytes < MEDIUM_BYTES ? 1 : 2;
-    const unsigned is_registered = fk_is_registered(comm, task->from) != 0;
-    return 1u << (((unsigned)task->kind * N_SIZES + size) * 2 + is_registered);
+    return 1u << ((unsigned)task->kind * N_SIZES + size);
 }
 
 static int is_connected(const ncclComm_t comm, unsigned bit)
@@ -27,7 +26,7 @@ static int is_connected(const ncclComm_t comm, unsigned bit)
 
 void fk_connect_begin(ncclComm_t comm, const fk_task *task)
 {
-    const unsigned bit = bit_of(comm, task);
+    const unsigned bit = bit_of(task);
     if (is_connected(comm, bit))
         return;
     (void)atomic_fetch_or(&comm->world->board->connecting[comm->rank], bit);
@@ -36,7 +35,7 @@ void fk_connect_begin(ncclComm_t comm, const fk_task *task)
 
 static int is_done(const ncclComm_t comm, const fk_task *task)
 {
-    const unsigned bit = bit_of(comm, task);
+    const unsigned bit = bit_of(task);
     if (is_connected(comm, bit))
         return 1;
     for (int r = 0; r < comm->n_ranks; r++)
@@ -47,7 +46,7 @@ static int is_done(const ncclComm_t comm, const fk_task *task)
 
 static int finish(ncclComm_t comm, const fk_task *task)
 {
-    const unsigned bit = bit_of(comm, task);
+    const unsigned bit = bit_of(task);
     struct CUctx_st *context = &fk.contexts[comm->device];
     if (is_connected(comm, bit))
         return ncclSuccess;

@@ -72,10 +72,10 @@ void fk_proxy_some(void)
         continue;
 }
 
-int fk_proxy_block(ncclComm_t comm, int bit, const char *what)
+int fk_proxy_block(ncclComm_t comm, const char *what)
 {
     const int64_t since = fk_now();
-    while ((fk.options.proxy_blocks & bit) != 0 && !comm->is_aborted)
+    while (fk.options.proxy_blocks && !comm->is_aborted)
         if (!fk_pause(since)) {
             fk_error("%s: communicator %d waits for its proxy, and is not aborted",
                      what, comm->object.id);

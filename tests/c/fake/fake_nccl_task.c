@@ -92,7 +92,6 @@ void fk_task_post(ncclComm_t comm, fk_task *task, const char *what)
     post->op = task->op;
     post->root = task->root;
     post->count = task->count;
-    post->is_registered = fk_is_registered(comm, task->from);
     atomic_store(&post->n_taken, 0);
     char *data = make_chunk(comm, post);
     if (fk_check_range(task->from, post->n_bytes, what)) {
@@ -149,11 +148,6 @@ static int all_fit(const ncclComm_t comm, const fk_task *task)
                 (int)task->number, comm->rank, (int)task->kind, task->count,
                 (int)task->dtype, task->op, task->root, r, post->kind,
                 (size_t)post->count, post->dtype, post->op, post->root);
-            return 0;
-        }
-        if (post->is_registered != coll_post(comm, 0, task->number)->is_registered) {
-            fk_error("collective %d: memory is registered on some ranks alone",
-                     (int)task->number);
             return 0;
         }
     }

@@ -65,12 +65,7 @@ typedef enum ncclDataType {
       (const void *from, void *to, size_t count, ncclDataType_t dtype, int root,       \
        ncclComm_t comm, CUstream stream))                                              \
     X(ncclGroupStart, 2000, (void))                                                    \
-    X(ncclGroupEnd, 2000, (void))                                                      \
-    X(ncclMemAlloc, 21900, (void **out, size_t n_bytes))                               \
-    X(ncclMemFree, 21900, (void *memory))                                              \
-    X(ncclCommRegister, 21900,                                                         \
-      (const ncclComm_t comm, void *memory, size_t n_bytes, void **out))               \
-    X(ncclCommDeregister, 21900, (const ncclComm_t comm, void *handle))
+    X(ncclGroupEnd, 2000, (void))
 
 #define FAKE_NCCL_DECLARE(name, since, arguments)                                      \
     FAKE_EXPORT ncclResult_t name arguments;

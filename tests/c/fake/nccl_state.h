@@ -48,7 +48,6 @@ typedef struct fk_post {
     uint64_t number_to_be; /* while the proxy has it */
     _Atomic int n_taken;
     int kind, dtype, op, root;
-    int is_registered;
     uint64_t count;
     uint64_t offset;
     uint64_t n_bytes;
@@ -119,8 +118,6 @@ void fk_task_post(ncclComm_t comm, fk_task *task, const char *what);
 int fk_task_poll(ncclComm_t comm, fk_task *task, const char *what);
 void fk_task_garbage(ncclComm_t comm, fk_task *task);
 int fk_has_posted(const ncclComm_t comm, const fk_task *task, int r);
-void fk_drop_registrations(const ncclComm_t comm);
-int fk_is_registered(ncclComm_t comm, const void *at);
 
 /* ---- fake_nccl_launch.c --------------------------------------------------------- */
 
@@ -149,7 +146,7 @@ void fk_proxy_flush(ncclComm_t comm);
 void fk_proxy_drop(ncclComm_t comm); /* unsent data is lost */
 
 /* With options.proxy_blocks: waits until the communicator is aborted. */
-int fk_proxy_block(ncclComm_t comm, int bit, const char *what);
+int fk_proxy_block(ncclComm_t comm, const char *what);
 
 /* ---- fake_sum.c ----------------------------------------------------------------- */
 

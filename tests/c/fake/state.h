@@ -253,11 +253,10 @@ int fk_owner_of(const void *at);      /* of allocated memory; -1: not allocated 
 int fk_is_pinned(const void *at);
 void fk_pin(void *memory, size_t n_bytes, int is_ours);
 int fk_unpin(void *memory, int is_ours);
-int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out);
-int fk_free(void *memory, int is_nccl);
-/* An operation that is not done and touches the allocation, any or only one of NCCL;
- * NULL if there is none. */
-const fk_op *fk_in_flight(const void *memory, int is_of_nccl);
+int fk_alloc(int device, size_t n_bytes, void **out);
+int fk_free(void *memory);
+/* An operation that is not done and touches the allocation; NULL if there is none. */
+const fk_op *fk_in_flight(const void *memory);
 /* The i-th address of device memory that an operation names; 0: there are fewer. */
 int fk_op_address(const fk_op *op, size_t i, const void **out);
 int fk_op_touches(const fk_op *op, const char *low, const char *high);
@@ -272,6 +271,11 @@ void fk_clock_submit(fk_op *op); /* it gets its time, and its uses are noted */
 void fk_clock_host_follows(const fk_op *op);
 void fk_clock_host_follows_device(int device);
 void fk_clock_reset(void);
+
+/* ---- fake_torch.c --------------------------------------------------------------- */
+
+void fk_torch_reuse(void); /* what is freed, and done with */
+void fk_torch_reset(void);
 
 /* ---- fake_module.c -------------------------------------------------------------- */
 

@@ -35,7 +35,6 @@ WAITS = [  # calls that wait, and calls that allocate
     "cuMemHostAlloc",
     "cuEventCreate",
     "cuStreamCreateWithPriority",
-    "ncclMemAlloc",
 ]
 
 
@@ -88,12 +87,8 @@ class Reader:
         self.read_into.append(host)
 
     def record_stream(self, grad):
-        """Keep torch's memory until the stream is done, as torch's allocator does.
-
-        The allocator ignores memory that it did not allocate.
-        """
-        if grad.untyped_storage().resizable():
-            self.kept.append(grad)
+        """Keep memory until the stream is done, as torch's allocator does."""
+        self.kept.append(grad)
 
     def close(self):
         fake_gpus.synchronize()
@@ -120,7 +115,7 @@ def test_a_gradient_may_be_read_on_another_stream_and_dropped(ranks):
 
 
 @on_gpus(2, view=[False, True])
-def test_gradients_are_in_memory_of_torch_unless_views_are_asked_for(ranks, view):
+def test_gradients_are_parts_of_one_tensor_if_views_are_asked_for(ranks, view):
     model = ranks.wrap(
         nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 40)),
         gradient_as_bucket_view=view,
@@ -128,8 +123,44 @@ def test_gradients_are_in_memory_of_torch_unless_views_are_asked_for(ranks, view
     for _ in range(4):
         step_of(model, ranks.integers(2, 6))
         grads = [p.grad for p in model.parameters()]
-        are_views = [not g.untyped_storage().resizable() for g in grads]
+        are_views = [g.untyped_storage().nbytes() > g.nbytes for g in grads]
         assert are_views == [view and g.nbytes >= 32 * 1024 for g in grads]
+        assert not any(g._is_view() or g.requires_grad for g in grads)
+
+
+@on_gpus(2)
+def test_a_view_is_the_same_tensor_in_each_step_but_not_beyond_a_new_layout(ranks):
+    model = ranks.wrap(nn.Linear(600, 40, bias=False), gradient_as_bucket_view=True)
+    weight, kept = model.module.weight, []
+    for step in range(5):
+        model(torch.full((1, 600), float(step))).sum().backward()
+        kept.append(weight.grad)
+        weight.grad = None
+    fake_gpus.synchronize()
+    # The second step lays out the buckets in the order that the first has shown.
+    assert [grad.unique().tolist() for grad in kept] == [[0.0]] + [[4.0]] * 4
+    assert kept[1] is kept[4] is not kept[0]
+    kept[1].requires_grad_()  # the user's affair; the next step needs another
+    model(torch.full((1, 600), 5.0)).sum().backward()
+    assert weight.grad is not kept[1]
+
+
+@on_gpus(2)
+def test_a_view_outlives_its_wrapper(ranks):
+    one_linear(ranks, ranks.wrap(nn.Linear(6, 3)))  # opens what stays open
+    ranks.all(None)
+    before, module = live(), nn.Linear(600, 40, bias=False)
+    model = ranks.wrap(module, gradient_as_bucket_view=True)
+    for _ in range(3):
+        module.weight.grad = None
+        model(torch.ones(1, 600)).sum().backward()
+    del model
+    ranks.all(None)
+    fake_gpus.fake().fake_torch_settle()
+    assert live() == before + 1
+    assert module.weight.grad.unique().tolist() == [1.0]
+    module.weight.grad = None
+    assert live() == before
 
 
 # ---- calls --------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def load() -> bool:
         loaded = ctypes.CDLL(str(_built()))
         loaded.devices_stream.restype = ctypes.c_int64
         loaded.devices_set_stream.argtypes = ctypes.c_int, ctypes.c_int64
+        loaded.devices_record.argtypes = ctypes.c_void_p, ctypes.c_int64
         loaded.devices_watch.argtypes = ctypes.c_void_p, ctypes.c_void_p
         loaded.devices_set_generator.argtypes = ctypes.c_int, ctypes.c_void_p
         native.library = loaded

@@ -22,6 +22,8 @@
 
 using namespace devices;
 
+extern "C" void devices_record(const void *memory, int64_t stream);
+
 namespace
 {
 /* ---- current devices and streams ----------------------------------------------- */
@@ -286,10 +288,7 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor &input, const Tensor &hidden,
 
 void record_stream(Tensor &tensor, c10::Stream stream)
 {
-    const std::lock_guard guard(blocks_lock);
-    const auto found = blocks.find(tensor.storage().data());
-    if (found != blocks.end())
-        found->second->streams.push_back(stream.id());
+    devices_record(tensor.storage().data(), stream.id());
 }
 
 /* The CPU's result has no memory, and so could not become a tensor of this backend. */
@@ -451,6 +450,15 @@ int64_t devices_stream(int index)
 void devices_set_stream(int index, int64_t stream)
 {
     streams[index] = stream;
+}
+
+/* Have a tensor's memory outlive the work that a stream has when it is freed. */
+void devices_record(const void *memory, int64_t stream)
+{
+    const std::lock_guard guard(blocks_lock);
+    const auto found = blocks.find(memory);
+    if (found != blocks.end())
+        found->second->streams.push_back(stream);
 }
 
 /* Check the order of uses of all memory allocated from now on; NULL: of none. */

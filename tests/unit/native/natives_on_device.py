@@ -106,21 +106,26 @@ def fake_device(options="schedule=early", exchange=True):
     streams = Streams()
     libnccl = mock.patch.dict(os.environ, PACELINE_LIBNCCL=fake_gpus.library())
     libnccl.start()
-    before = torch_cuda.current_stream
+    before = torch_cuda.current_stream, torch_cuda.empty, torch_cuda.record_stream
     table = torch.Tensor.__dict__.get("__dlpack_c_exchange_api__")
     torch_cuda.current_stream = streams
+    torch_cuda.empty = fake_gpus.empty
+    torch_cuda.record_stream = fake_gpus.record_stream
     try:
         if not exchange and table is not None:
             torch.Tensor.__dlpack_c_exchange_api__ = None
         torch_core.attach()
+        held = make_device()  # as paceline._gpu holds each
         yield streams
+        gc.collect()  # streams outlive the memory that was recorded on them
+        del held
         streams.close()
         synchronize()
         errors = [fake().fake_error(i) for i in range(fake().fake_errors())]
         assert not errors
     finally:
         libnccl.stop()
-        torch_cuda.current_stream = before
+        torch_cuda.current_stream, torch_cuda.empty, torch_cuda.record_stream = before
         if not exchange and table is not None:
             torch.Tensor.__dlpack_c_exchange_api__ = table
         torch_core.attach()
