@@ -7,7 +7,7 @@
 #include "comm.h"
 
 /* How long a report waits for a message that the culprit has announced. */
-enum { MESSAGE_TIMEOUT_MS = 400 };
+enum { MESSAGE_TIMEOUT_MS = 1000 };
 
 static uint64_t pack(const pli_failure *failure)
 {
