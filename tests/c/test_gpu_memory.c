@@ -31,6 +31,15 @@ GPU_TEST(9, 1 + seed % 3, FAKE_LATE, another_thread_ends_a_world_with_work_in_fl
     check_reuse(self);
 }
 
+/* Nobody waits for an operation that is still queued on the side stream. */
+GPU_TEST(4, 2, FAKE_LATE, a_world_ends_within_a_step)
+{
+    pl_ticket ticket = 0;
+    CHECK_OK(gpu_issue_op(self, &mean, &ticket));
+    gpu_end_world(self);
+    check_reuse(self);
+}
+
 /* A failed backward has left work on a stream, and no operation after it. */
 GPU_TEST(2, 2, FAKE_LATE, what_a_failed_step_left_comes_before_the_reuse)
 {
@@ -104,7 +113,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3], views_keep_the_memory_that_a_wor
     check_reuse(self);
 }
 
-GPU_TEST(4, 1, FAKE_LATE, a_replay_writes_the_memory_that_its_world_has_left)
+GPU_TEST(4, 2, FAKE_LATE, a_replay_writes_the_memory_that_its_world_has_left)
 {
     pli_cuda_scope scope;
     if (!one_step(self, 1) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))

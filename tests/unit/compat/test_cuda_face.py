@@ -341,3 +341,33 @@ def test_torch_is_searched_before_the_wheels_beside_it(monkeypatch, tmp_path):
     torch_cuda.library_folders.cache_clear()
     assert folders[0].parts[-2:] == ("torch", "lib")
     assert tmp_path / "nvidia/nccl/lib" in folders
+
+
+# ---- memory for gradients -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "complex128"])
+@pytest.mark.parametrize("dims", [(), (0, 3, 3, 1), (2, 1, 3, 2)])
+def test_a_view_of_memory_has_the_dtype_sizes_and_strides(dtype, dims):
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    with torch.inference_mode():
+        view = torch_cuda.view_of(memory, 512, dtype, *dims)
+    assert view.storage_offset() * view.itemsize == 512
+    assert view.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    assert (view.dtype, view.shape) == (getattr(torch, dtype), dims[::2])
+    assert view.stride() == dims[1::2]
+    view.fill_(1)
+    assert (view._version, memory._version) == (1, 0)
+    assert not view.is_inference()
+
+
+def test_the_default_stream_is_recorded_by_torchs_own_object(monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "default_stream", lambda device: ("default", device)
+    )
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *given: given)
+    recorded = []
+    memory = types.SimpleNamespace(device=FIRST, record_stream=recorded.append)
+    torch_cuda.record_stream(memory, 0)
+    torch_cuda.record_stream(memory, 71)
+    assert recorded == [("default", FIRST), (71, FIRST)]
