@@ -57,7 +57,7 @@ typedef struct pli_device_memory {
     void *owner;   /* what the allocator knows it by */
 } pli_device_memory;
 
-/* The rank's thread calls these, and without a lock of ours. */
+/* The thread that makes, uses or destroys the world calls these, with no lock held. */
 typedef struct pli_device_allocator {
     /* Memory that work on any stream may use at once. */
     pl_status (*alloc)(void *context, size_t n_bytes, pli_device_memory *out);

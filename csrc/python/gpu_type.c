@@ -67,8 +67,10 @@ static pl_status alloc_memory(void *context, size_t n_bytes, pli_device_memory *
         memory != NULL ? PyObject_CallMethod(memory, "data_ptr", NULL) : NULL;
     void *at = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
     pl_status st = at != NULL ? await_stream(state, context) : pli_callback_failed();
-    if (st == PL_OK)
-        *out = (pli_device_memory){.address = at, .owner = Py_NewRef(memory)};
+    if (memory != NULL && st == PL_OK) {
+        *out = (pli_device_memory){.address = at, .owner = memory};
+        memory = NULL; /* handed over */
+    }
     Py_XDECREF(address);
     Py_XDECREF(memory);
     PyGILState_Release(gil);

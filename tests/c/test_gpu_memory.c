@@ -132,7 +132,9 @@ GPU_TEST(4, 2, FAKE_LATE, a_replay_writes_the_memory_that_its_world_has_left)
 
 static pl_status refuse(void *context, void *owner, pl_stream *stream)
 {
-    (void)context, (void)owner, (void)stream;
+    (void)context;
+    (void)owner;
+    (void)stream;
     return pli_fail(PL_ESTATE, "torch does not know the stream");
 }
 
