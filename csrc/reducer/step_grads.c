@@ -527,7 +527,10 @@ static pl_status make_view(pl_step *self, size_t i, pl_grad **out)
     pl_status st = PL_OK;
     if (is_on_device(self)) {
         self->has_views = 1;
-        return borrow_slot(self, i, out);
+        PL_TRY(borrow_slot(self, i, out));
+        /* A graph of the last step may have saved this tensor. */
+        PL_TRY(self->grads->note_write(self->context, *out));
+        goto done;
     }
     if (self->window == NULL) /* the process forked in this backward */
         PL_TRY(pli_grads_refresh_window(self));

@@ -140,6 +140,12 @@ def test_a_view_is_the_same_tensor_in_each_step_but_not_beyond_a_new_layout(rank
     # The second step lays out the buckets in the order that the first has shown.
     assert [grad.unique().tolist() for grad in kept] == [[0.0]] + [[4.0]] * 4
     assert kept[1] is kept[4] is not kept[0]
+    penalty = (torch.ones_like(weight, requires_grad=True) * kept[1]).sum()
+    model(torch.full((1, 600), 5.0)).sum().backward()
+    assert weight.grad is kept[1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+    weight.grad = None
     kept[1].requires_grad_()  # the user's affair; the next step needs another
     model(torch.full((1, 600), 5.0)).sum().backward()
     assert weight.grad is not kept[1]
