@@ -235,7 +235,7 @@ def show_own(rank: int) -> None:
     torch_core.attach()
 
 
-_PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=4,schedule=late"
+_PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=10,schedule=late"
 
 
 @contextlib.contextmanager

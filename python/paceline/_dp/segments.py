@@ -205,7 +205,7 @@ class Segment:
         return bool(self._had[member] == (stamp, counts))
 
     def travelling(
-        self, members: range
+        self, members: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]:
         """Return what the native side needs to send the segment to some members."""
         blocks = [b if k in members else None for k, b in enumerate(self.blocks)]

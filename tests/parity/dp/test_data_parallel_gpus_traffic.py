@@ -22,6 +22,7 @@ from replicas import (
     smooth_net,
 )
 from support import fake_gpus
+from support.devices import KIND
 from torch import nn
 
 
@@ -297,6 +298,59 @@ def test_all_is_sent_where_kernels_cannot_read_the_model(option):
         assert fetched_bytes() == before[1]
         assert sum(map(sum, sent_bytes(3))) - before[0] >= 2 * n_bytes
         del ours
+        gc.collect()
+
+
+def limited(to):
+    """Return Tensor.to as on GPUs, where torch raises at the limit of eight peers."""
+    enabled = collections.defaultdict(set)
+
+    def limited_to(tensor, *args, **kwargs):
+        place = args[0] if args else None
+        if isinstance(place, torch.device) and {tensor.device.type, place.type} == {
+            KIND
+        }:
+            peers = enabled[tensor.device.index]
+            if place != tensor.device and len(peers | {place.index}) > 8:
+                raise RuntimeError("CUDA error: peer mapping resources exhausted")
+            peers.add(place.index)
+        return to(tensor, *args, **kwargs)
+
+    return limited_to
+
+
+def test_ten_gpus_compare_what_the_first_has(monkeypatch):
+    """The driver gives each of them access to eight others."""
+    monkeypatch.setattr(torch.Tensor, "to", limited(torch.Tensor.to))
+    with fake_gpus.several(10):
+        twin = Twin(Wrap(is_gpu=True), smooth_net(), 10)
+        x = integers(20, 3)
+        twin.step(lambda model, x: model(x).sum(), x, exact=False)
+        traffic = Traffic(twin.ours)
+        with torch.no_grad():
+            twin.ours(x)
+        assert traffic() == (0, 0)
+        del twin, traffic
+        gc.collect()
+
+
+def test_only_a_gpu_that_cannot_read_the_model_is_sent_all_of_it():
+    with fake_gpus.several(3):
+        fake().fake_part(0, 1)
+        ours = Wrap(is_gpu=True)(norm_net(), 3).eval()
+        x = integers(6, 16).to("gpu:0")
+        n_bytes = sum(t.nbytes for t in (*ours.parameters(), *ours.buffers()))
+        with torch.no_grad():
+            expected = ours(x)
+            traffic = Traffic(ours)
+            assert torch.equal(ours(x), expected)
+            sent, fetched = traffic()
+            assert (n_bytes <= sent < 1.3 * n_bytes, fetched) == (True, 0)
+            for p in ours.parameters():
+                p.data.mul_(2)
+            assert torch.allclose(ours(x), ours.module(x))
+            assert traffic()[1] >= sum(p.nbytes for p in ours.parameters())
+        del ours, traffic
         gc.collect()
 
 
