@@ -19,6 +19,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Arrival:
         under vmap, or all if they have a graph.
     total : torch.Tensor or None
         Memory of member 0 for the sum of the blocks.
-    is_begun, is_collected : bool
+    is_begun : bool
     """
 
     def __init__(self, segment: Segment, n_rows: int) -> None:
@@ -58,13 +59,16 @@ class Arrival:
         self.asides: dict[int, dict[int, torch.Tensor]] = {}
         self.total: Any = None
         self.is_begun = False
-        self.is_collected = False
         self.sum = segment.take_sum()
+        self._users = {"collect", "settle"}
+        self._lock = threading.Lock()
 
-    def release(self) -> None:
-        """Make `sum` available again, once all streams wait for it."""
-        if self.is_collected:
-            self.segment.sums.append(self.sum)
+    def release(self, user: str) -> None:
+        """Make `sum` available again, once it is collected and all streams wait."""
+        with self._lock:
+            if self._users == {user}:
+                self.segment.sums.append(self.sum)
+            self._users.discard(user)
 
 
 class Gradients:
@@ -181,9 +185,10 @@ class Gradients:
         """Start the sum of the rows; it waits for their packing alone."""
         if arrival.total is None:  # more came than autograd announced
             self._allocate_totals([arrival])
-        arrival.is_begun = True
-        self.group.hold(self.streams, arrival.release)
         arrival.sum.begin(self.group.rooms, arrival.total)
+        arrival.is_begun = True
+        # From now on: what is held before its sum has begun may be settled too early.
+        self.group.hold(self.streams, partial(arrival.release, "settle"))
 
     def collect(self, i: int) -> list[torch.Tensor | None]:
         """Return the sum of the gradients of members 1, 2, ..., for each tensor."""
@@ -204,7 +209,7 @@ class Gradients:
         for j, tensor in enumerate(arrival.segment.tensors):
             if sums[j] is None:
                 sums[j] = unused_gradient(tensor)
-        arrival.is_collected = True
+        arrival.release("collect")
         self._close(i)
         return sums
 

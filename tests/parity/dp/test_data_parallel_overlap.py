@@ -7,7 +7,7 @@ import pytest
 import torch
 from paceline._dp import segments
 from paceline._dp.gradients import Gradients
-from replicas import assert_same_grads, integers, loss_of
+from replicas import assert_same_grads, integers, linear, loss_of, moved
 from support import fake_gpus
 from torch import nn
 
@@ -86,3 +86,58 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
     # Member 0's stream waits for no sum before the end.
     assert len(collected) == DEPTH + 1
     assert len({it[1] for it in log if it[0] == "begin"}) <= n - 1  # never member 0
+
+
+class SlowSum:
+    """A sum of gradients; each second one begins after the first one is settled."""
+
+    def __init__(self, native, log, is_settled):
+        self._native, self._log, self._is_settled = native, log, is_settled
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+    def begin(self, *arguments):
+        if self._log.count("begin") % 2:
+            assert self._is_settled.wait(60)
+        self._log.append("begin")
+        self._native.begin(*arguments)
+
+
+class SlowSums:
+    """A native group that makes such sums."""
+
+    def __init__(self, native):
+        self._native, self.log, self._is_settled = native, [], threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+    def gradient_sum(self, *arguments):
+        self.log.append("new")
+        made = self._native.gradient_sum(*arguments)
+        return SlowSum(made, self.log, self._is_settled)
+
+    def settle(self, streams):
+        self._native.settle(streams)
+        self.log.append("settle")
+        self._is_settled.set()
+
+
+def test_streams_wait_for_each_sum_of_two_forwards_in_one_backward():
+    """Also for those of one forward that begin when the other one's are collected."""
+    x = integers(6, 3)
+    with fake_gpus.several(2):
+        plain = linear()
+        ours = paceline.DataParallel(moved(linear(), "gpu:0"), [0, 1])
+        ours(x.to("gpu:0"))
+        group = ours._engine.group
+        group.native = native = SlowSums(group.native)
+        for _ in range(4):
+            (loss_of(ours(x.to("gpu:0"))) + loss_of(ours(2 * x.to("gpu:0")))).backward()
+            (loss_of(plain(x)) + loss_of(plain(2 * x))).backward()
+            native._is_settled.clear()
+        assert [it for it in native.log if it != "new"] == ["begin", "settle"] * 2 * 4
+        assert native.log.count("new") <= 2
+        assert_same_grads(ours, plain)
+        del ours, group, native
