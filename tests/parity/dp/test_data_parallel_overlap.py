@@ -5,9 +5,10 @@ import threading
 import paceline
 import pytest
 import torch
+from paceline._compat import torch_graph
 from paceline._dp import segments
-from paceline._dp.gradients import Gradients
-from replicas import assert_same_grads, integers, linear, loss_of, moved
+from paceline._dp.gradients import Arrival, Gradients
+from replicas import assert_same_grads, integers, linear, loss_of, moved, reals
 from support import fake_gpus
 from torch import nn
 
@@ -59,9 +60,9 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
         log.append(("begin", threading.get_ident()))
         begin(self, arrival)
 
-    def noted_collect(self, i):
-        log.append(("collect", i))
-        return collect(self, i)
+    def noted_collect(self, part):
+        log.append(("collect", part))
+        return collect(self, part)
 
     monkeypatch.setattr(Gradients, "_begin", noted_begin)
     monkeypatch.setattr(Gradients, "collect", noted_collect)
@@ -86,6 +87,50 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
     # Member 0's stream waits for no sum before the end.
     assert len(collected) == DEPTH + 1
     assert len({it[1] for it in log if it[0] == "begin"}) <= n - 1  # never member 0
+
+
+def grads_of_hooked(dtype):
+    """Return gradients after three steps, and whether each was in its segment's sum."""
+    barriers, begun, beside = (
+        [threading.Barrier(4) for _ in range(DEPTH)],
+        [],
+        Arrival.beside,
+    )
+
+    def noted(self, part):
+        begun.append(self.is_begun)
+        return beside(self, part)
+
+    with fake_gpus.several(4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrival, "beside", noted)
+        net = Net(lambda layer, _: barriers[layer].wait(60))
+        with torch.no_grad():
+            for number, p in enumerate(net.parameters()):
+                p.copy_(reals(*p.shape, seed=number))
+        ours, seen = paceline.DataParallel(net.to("gpu:0", dtype), [0, 1, 2, 3]), []
+        for p in net.parameters():
+            p.register_hook(lambda grad: seen.append(grad.shape))
+        x = reals(9, WIDTH).to("gpu:0", dtype)
+        for _ in range(2):  # the nodes of a thread's first forward have low numbers
+            ours(x)
+        for _ in range(3):
+            ours(x).float().sum().backward()
+        assert len(seen) == len(begun) == 3 * (DEPTH + TAIL)
+        return [p.grad.cpu() for p in net.parameters()], begun
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sum_that_cannot_wait_for_its_segment_has_the_same_bits(dtype, monkeypatch):
+    """Such as that of a parameter with hooks, if it comes early."""
+    late, begun = grads_of_hooked(dtype)
+    assert all(begun)
+    set_turn, at_once = torch_graph.set_turn, torch_graph.AT_ONCE
+    monkeypatch.setattr(
+        torch_graph, "set_turn", lambda node, _: set_turn(node, at_once)
+    )
+    early, begun = grads_of_hooked(dtype)
+    assert begun.count(False) > len(begun) // 2
+    assert all(map(torch.equal, early, late))
 
 
 class SlowSum:
