@@ -2,12 +2,11 @@
 
     PYTHONPATH=tests python tests/bench/bench_dp_host.py [devices]
 
-The models are 40 narrow layers in one segment, and a transformer of 12 narrow layers
-and a narrow ResNet-50, with as many segments as at full width; each also with a hook on
-each parameter, as `wandb.watch` sets them.  Prints the CPU milliseconds of the calling
-thread before replicas start and in backward's nodes, which pack and sum; the driver
-calls per step; and the time of torch's `replicate()` without transfers.  The time that
-simulated devices take is not counted.
+The models are 40 narrow layers in a segment; a transformer of 12 narrow layers, and a
+narrow ResNet-50, with as many segments as at full width; each also with hooks on its
+parameters.  Prints the CPU milliseconds of the calling thread before replicas start and
+in backward's nodes, which pack and sum; the driver calls per step; and the time of
+torch's `replicate()` without transfers, all without the time of simulated devices.
 """
 
 import ctypes

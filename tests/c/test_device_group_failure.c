@@ -352,28 +352,6 @@ TEST(devices_are_given_access_where_they_can)
     }
 }
 
-/* A device has access to eight others.  All use it for the first one, whose memory
- * their kernels read. */
-TEST(each_device_of_many_has_access_to_the_first)
-{
-    enum { MANY = 12 };
-    pl_backend *members[MANY];
-    pli_device_group *group = NULL;
-    fake_options options = fake_defaults();
-    options.devices = MANY;
-    fake_reset(&options);
-    for (int k = 0; k < MANY; k++)
-        CHECK_OK(pli_cuda_backend_create(
-            &(pli_cuda_options){.device = k, .driver = fake_path()}, &members[k]));
-    CHECK_OK(pli_device_group_create(members, MANY, &group));
-    CHECK(fake_count("cuCtxEnablePeerAccess") == MANY * (MANY - 1));
-    for (int k = 0; k < MANY; k++) {
-        CHECK(k == 0 || pli_device_group_reads_first(group, k));
-        pli_backend_destroy(members[k]);
-    }
-    pli_device_group_destroy(group);
-}
-
 TEST(a_group_keeps_its_devices)
 {
     pl_backend *members[2] = {NULL, NULL};

@@ -91,11 +91,8 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
 
 def grads_of_hooked(dtype):
     """Return gradients after three steps, and whether each was in its segment's sum."""
-    barriers, begun, beside = (
-        [threading.Barrier(4) for _ in range(DEPTH)],
-        [],
-        Arrival.beside,
-    )
+    barriers = [threading.Barrier(4) for _ in range(DEPTH)]
+    begun, beside = [], Arrival.beside
 
     def noted(self, part):
         begun.append(self.is_begun)
@@ -124,36 +121,18 @@ def test_a_sum_that_cannot_wait_for_its_segment_has_the_same_bits(dtype, monkeyp
     """Such as that of a parameter with hooks, if it comes early."""
     late, begun = grads_of_hooked(dtype)
     assert all(begun)
-    set_turn, at_once = torch_graph.set_turn, torch_graph.AT_ONCE
-    monkeypatch.setattr(
-        torch_graph, "set_turn", lambda node, _: set_turn(node, at_once)
-    )
+    set_turn = torch_graph.set_turn
+    monkeypatch.setattr(torch_graph, "set_turn", lambda n, _: set_turn(n, 1 << 62))
     early, begun = grads_of_hooked(dtype)
     assert begun.count(False) > len(begun) // 2
     assert all(map(torch.equal, early, late))
 
 
-class SlowSum:
-    """A sum of gradients; each second one begins after the first one is settled."""
+class SlowSums:
+    """A native group, or a sum; each second sum begins after the first is settled."""
 
     def __init__(self, native, log, is_settled):
-        self._native, self._log, self._is_settled = native, log, is_settled
-
-    def __getattr__(self, name):
-        return getattr(self._native, name)
-
-    def begin(self, *arguments):
-        if self._log.count("begin") % 2:
-            assert self._is_settled.wait(60)
-        self._log.append("begin")
-        self._native.begin(*arguments)
-
-
-class SlowSums:
-    """A native group that makes such sums."""
-
-    def __init__(self, native):
-        self._native, self.log, self._is_settled = native, [], threading.Event()
+        self._native, self.log, self.is_settled = native, log, is_settled
 
     def __getattr__(self, name):
         return getattr(self._native, name)
@@ -161,12 +140,17 @@ class SlowSums:
     def gradient_sum(self, *arguments):
         self.log.append("new")
         made = self._native.gradient_sum(*arguments)
-        return SlowSum(made, self.log, self._is_settled)
+        return SlowSums(made, self.log, self.is_settled)
+
+    def begin(self, *arguments):
+        assert self.log.count("begin") % 2 == 0 or self.is_settled.wait(60)
+        self.log.append("begin")
+        self._native.begin(*arguments)
 
     def settle(self, streams):
         self._native.settle(streams)
         self.log.append("settle")
-        self._is_settled.set()
+        self.is_settled.set()
 
 
 def test_streams_wait_for_each_sum_of_two_forwards_in_one_backward():
@@ -177,11 +161,11 @@ def test_streams_wait_for_each_sum_of_two_forwards_in_one_backward():
         ours = paceline.DataParallel(moved(linear(), "gpu:0"), [0, 1])
         ours(x.to("gpu:0"))
         group = ours._engine.group
-        group.native = native = SlowSums(group.native)
+        group.native = native = SlowSums(group.native, [], threading.Event())
         for _ in range(4):
             (loss_of(ours(x.to("gpu:0"))) + loss_of(ours(2 * x.to("gpu:0")))).backward()
             (loss_of(plain(x)) + loss_of(plain(2 * x))).backward()
-            native._is_settled.clear()
+            native.is_settled.clear()
         assert [it for it in native.log if it != "new"] == ["begin", "settle"] * 2 * 4
         assert native.log.count("new") <= 2
         assert_same_grads(ours, plain)
