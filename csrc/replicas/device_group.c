@@ -277,7 +277,8 @@ done:
  * checksums differ.  A device reads memory 20 to 100 times as fast as a link carries
  * it, and the host goes on at once.
  *
- * If a kernel of some member cannot read member 0's memory, all segments travel. */
+ * If a kernel of a member that has a target cannot read member 0's memory, all segments
+ * travel. */
 typedef struct refresh {
     const pli_segment *segments;
     size_t n_segments;
@@ -350,15 +351,17 @@ done:
     return st;
 }
 
-/* *out: whether all members can compare. */
+/* *out: whether all members that have a target can compare. */
 static pl_status can_compare(const pli_device_group *self, const refresh *all, int *out)
 {
     pl_status st = PL_OK;
     int is_elsewhere = 0;
     *out = all->sums != NULL;
     for (int k = 1; k < self->n_members; k++) {
-        is_elsewhere |= self->members[k].backend != self->members[0].backend;
-        *out &= self->members[k].reads_first;
+        const pli_group_member *member = &self->members[k];
+        is_elsewhere |= member->backend != self->members[0].backend;
+        for (size_t i = 0; i < all->n_segments && *out; i++)
+            *out = all->segments[i].targets[k] == NULL || member->reads_first;
     }
     for (size_t i = 0; i < all->n_segments && *out && is_elsewhere; i++)
         PL_TRY(pli_cuda_are_shared(self->members[0].backend, all->segments[i].moves,
@@ -661,6 +664,7 @@ pl_status pli_device_group_create(pl_backend *const *members, int n_members,
 {
     pl_status st = PL_OK;
     pli_device_group *self = NULL;
+    int ignored;
     if (n_members < 1 || n_members > PLI_MOST_MEMBERS)
         PL_FAIL(PL_EINVAL, "a group of %d devices: give 1 to %d", n_members,
                 (int)PLI_MOST_MEMBERS);
@@ -679,9 +683,13 @@ pl_status pli_device_group_create(pl_backend *const *members, int n_members,
         PL_TRY(backend->ops->event_create(backend, &member->mark));
         for (int i = 0; i < PLI_RING_SLOTS; i++)
             PL_TRY(backend->ops->event_create(backend, &member->has_read[i]));
-        for (int j = k - 1; j >= 0; j--)
-            PL_TRY(pli_cuda_join_peers(members[j], backend, &member->reads_first));
     }
+    /* Many devices have access to eight peers only: member 0 comes first. */
+    for (int j = 0; j < n_members; j++)
+        for (int k = j + 1; k < n_members; k++) {
+            int *can_read = j == 0 ? &self->members[k].reads_first : &ignored;
+            PL_TRY(pli_cuda_join_peers(members[j], members[k], can_read));
+        }
     *out = self;
     self = NULL;
 done:

@@ -69,9 +69,10 @@ typedef struct pli_room {
 } pli_room;
 
 /* Copies segments, in order, to the members that have a target for them.  Blocks of one
- * member must not overlap.  If `sums` is NULL, sends all segments.  Otherwise compares
- * checksums, and sends segments that differ: sums[k] is memory of member k, for 64-bit
- * numbers: one per segment on member 0, two per segment on the others. */
+ * member must not overlap.  If `sums` is NULL, or one of these members cannot read
+ * member 0's memory, sends all segments.  Otherwise compares checksums, and sends
+ * segments that differ: sums[k] is memory of member k, for 64-bit numbers: one per
+ * segment on member 0, two per segment on the others. */
 pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
                                      const pli_segment *segments, size_t n_segments,
                                      pli_ring ring, const pli_room *sums) PL_MUST_USE;

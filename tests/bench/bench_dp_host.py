@@ -2,15 +2,16 @@
 
     PYTHONPATH=tests python tests/bench/bench_dp_host.py [devices]
 
-The models are a transformer of 12 narrow layers, and a narrow ResNet-50, with as many
-segments as at full width.  Prints the CPU milliseconds of the calling thread
-before replicas start and in backward's nodes, which pack and sum; the driver calls per
-step; and the time of torch's `replicate()` without transfers.  The time that simulated
-devices take is not counted.
+The models are 40 narrow layers in a segment; a transformer of 12 narrow layers, and a
+narrow ResNet-50, with as many segments as at full width; each also with hooks on its
+parameters.  Prints the CPU milliseconds of the calling thread before replicas start and
+in backward's nodes, which pack and sum; the driver calls per step; and the time of
+torch's `replicate()` without transfers, all without the time of simulated devices.
 """
 
 import ctypes
 import importlib
+import itertools
 import statistics
 import sys
 import time
@@ -26,6 +27,10 @@ CALLS = "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyPeerAsync", "cuLaunchKern
 N_STEPS, N_WARM = 30, 4
 FAKE = ctypes.CDLL(fake_gpus.library())
 FAKE.fake_executed_ns.restype = ctypes.c_int64
+
+
+def layers():
+    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(40)]), torch.randn(16, 16)
 
 
 def transformer():
@@ -102,12 +107,15 @@ def main(n):
     for node in (gradients._Replica, gradients._Segment):
         timed(node, nodes)
     Engine._run = lambda *a: started.append(host_time()) or run(*a)
-    for build in (transformer, resnet50):
+    for build, is_hooked in itertools.product((layers, transformer, resnet50), (0, 1)):
         (module, x), rows = build(), []
-        # As small for this model as 1 MiB is for the 98 MiB of the full ResNet-50.
-        segments.SEGMENT_BYTES = sum(p.nbytes for p in module.parameters()) // 98
+        if build is not layers:
+            # As small for this model as 1 MiB is for the 98 MiB of the full ResNet-50.
+            segments.SEGMENT_BYTES = sum(p.nbytes for p in module.parameters()) // 98
         with fake_gpus.several(n):
             ours = paceline.DataParallel(module.to("gpu:0"), list(range(n)))
+            for p in module.parameters() if is_hooked else ():
+                p.register_hook(lambda grad: None)
             x = x.to("gpu:0")
             for _ in range(N_WARM + N_STEPS):
                 nodes.clear()
@@ -126,7 +134,8 @@ def main(n):
         before, packed, calls = map(statistics.median, columns)
         theirs = of_torch(module, n)
         print(
-            f"{build.__name__}, {n} devices, {n_segments} segments: {1e3 * before:.1f} "
+            f"{build.__name__}{', hooks' * is_hooked}, {n} devices, {n_segments} "
+            f"segments: {1e3 * before:.1f} "
             f"ms before replicas start (torch's replicate {theirs:.1f}), "
             f"{1e3 * packed:.1f} ms in backward's nodes, {calls:.0f} driver calls"
         )

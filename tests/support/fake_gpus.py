@@ -280,7 +280,7 @@ def watch(loaded: ctypes.CDLL | None) -> None:
     devices.native.library.devices_watch(told, asked)
 
 
-_PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=4,schedule=late"
+_PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=10,schedule=late"
 
 
 @contextlib.contextmanager

@@ -63,10 +63,13 @@ def layout_of(tensor: torch.Tensor) -> tuple[bool, tuple[int, ...] | None]:
 
 
 def repeats_row(leaf: Any, dim: int) -> bool:
-    """Tell whether a tensor is one number, repeated along a dimension."""
+    """Tell whether a tensor is one number, repeated along a dimension.
+
+    Only numbers on a GPU that are not expanded make the host wait for the GPU.
+    """
     if not isinstance(leaf, torch.Tensor) or leaf.numel() != leaf.shape[dim]:
         return False
-    return bool((leaf == leaf.narrow(dim, 0, 1)).all())
+    return leaf.stride(dim) == 0 or bool((leaf == leaf.narrow(dim, 0, 1)).all())
 
 
 def packed_rows(packed: PackedSequence) -> int:
@@ -86,11 +89,21 @@ def _places(batch_sizes: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _rows(packed: PackedSequence) -> list[int]:
-    """Return each packed sequence's index in the batch, in packed order."""
+    """Return each packed sequence's index in the batch, in packed order.
+
+    The host waits for the GPU if the sorted indices are there.
+    """
     if packed.sorted_indices is None:
         return list(range(packed_rows(packed)))
     rows: list[int] = packed.sorted_indices.tolist()
     return rows
+
+
+def _sent(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """Return integers on a device; from pinned memory, so that the host goes on."""
+    is_gpu = device.type == "cuda"
+    made = torch.tensor(numbers, dtype=torch.int64, pin_memory=is_gpu)
+    return made.to(device, non_blocking=True)
 
 
 def _pack(
@@ -98,11 +111,9 @@ def _pack(
 ) -> PackedSequence:
     """Pack the entries ``steps`` of ``data``; ``rows`` as :func:`_rows` gives them."""
     entries = [entry for step in steps for entry in step]
-    where = torch.tensor(entries, dtype=torch.int64, device=data.device)
+    where = _sent(entries, data.device)
     sizes = torch.tensor([len(step) for step in steps], dtype=torch.int64)
-    order = None
-    if rows is not None:
-        order = torch.tensor(rows, dtype=torch.int64, device=data.device)
+    order = None if rows is None else _sent(rows, data.device)
     # PackedSequence computes the unsorted indices itself.
     return PackedSequence(data.index_select(0, where), sizes, order)
 

@@ -17,5 +17,6 @@
     marker           arguments that must not be split
 
 Events order all work on the devices: the host waits for no device in a forward or a
-backward.  Public names are in ``paceline`` itself.
+backward, except to read what decides how a batch is split (docs/gpus.md).  Public names
+are in ``paceline`` itself.
 """

@@ -421,8 +421,8 @@ class Engine:
         if self._machine.is_capturing():
             raise RuntimeError(
                 "a CUDA graph is being captured round a DataParallel: replicas on "
-                "several GPUs cannot be part of a graph; capture the module inside it "
-                "instead, or train with DistributedDataParallel"
+                "several GPUs cannot be part of a graph; capture the bare module on "
+                "one GPU, do not capture, or train with DistributedDataParallel"
             )
 
 

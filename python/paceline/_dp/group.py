@@ -87,8 +87,8 @@ class Group:
         None on the CPU.
     rooms : list of torch.Tensor or None
         By member, memory in which it adds up gradients.
-    can_compare : bool
-        Whether members can find out by themselves what changed on member 0.
+    readers : list of int
+        The members that can find out by themselves what changed on member 0.
 
     Raises
     ------
@@ -110,10 +110,10 @@ class Group:
             self.native = _native.DeviceGroup(opened)
         self.rooms: list[torch.Tensor | None] = [None] * len(self.indices)
         self._memories: dict[tuple[str, int], torch.Tensor] = {}
-        self.can_compare = not self.is_cpu and self._try()
+        self.readers = [] if self.is_cpu else self._try()
 
-    def _try(self) -> bool:
-        """Make each two GPUs exchange bytes, once per process; return `can_compare`.
+    def _try(self) -> list[int]:
+        """Make each two GPUs exchange bytes, once per process; return `readers`.
 
         On some machines GPUs report access to each other, and read wrong bytes.
         """
@@ -123,8 +123,11 @@ class Group:
                 # In a thread on the default streams, without torch's modes.
                 with ThreadPoolExecutor(1) as thread:
                     _gpu.tried[key] = thread.submit(self._try_pair, j, k).result()
-        first = self.indices[0]
-        return all(_gpu.tried.get((first, index), True) for index in self.indices)
+        ways = [(self.indices[0], index) for index in self.indices]
+        can_read = self.native.readers()
+        return [
+            k for k, way in enumerate(ways) if can_read[k] and _gpu.tried.get(way, True)
+        ]
 
     def _try_pair(self, j: int, k: int) -> bool:
         """Raise if a copy from member to member changes bytes.
@@ -136,7 +139,10 @@ class Group:
         one, other = self.devices[j], self.devices[k]
         for source, target in ((j, k), (k, j)):
             block = sent.to(self.devices[source])
-            place = block.to(self.devices[target])  # torch enables peer access
+            try:
+                place = block.to(self.devices[target])  # torch enables peer access
+            except RuntimeError:  # and fails at the driver's limit
+                place = sent.to(self.devices[target])
             place.fill_(-1)
             self.native.copy(numbers, source, [block], target, [place])
             if not torch.equal(place.cpu(), sent):

@@ -162,19 +162,22 @@ class ModelCopies:
                 looks_same = all(segment.seems_to_have(k, stamp) for k in members)
                 (compared if looks_same else sent).append(segment)
             n_bytes = sum(segment.n_bytes for segment in compared)
-            if n_bytes < segments_.COMPARED_BYTES or not self._group.can_compare:
+            if n_bytes < segments_.COMPARED_BYTES:
                 sent, compared = sent + compared, []
+            readers = [k for k in members if k in self._group.readers]
+            others = [k for k in members if k not in readers]
             self._held.limit(len(layout.segments) * len(members))
             numbers, ring = streams.numbers, self._group.ring(layout.segment_bytes)
-            for segments, is_compared in ((sent, False), (compared, True)):
-                if not segments:
+            ways = (sent, members, False), (compared, others, False)
+            for segments, to, is_compared in (*ways, (compared, readers, True)):
+                if not segments or not to:
                     continue
                 for segment in segments:
-                    for k in members:
+                    for k in to:
                         held = segment.make_writable(k, keeps_values=is_compared)
                         if held is not None:
                             self._held.add(held)
-                travelling = [segment.travelling(members) for segment in segments]
+                travelling = [segment.travelling(to) for segment in segments]
                 sums = self._group.sums(len(segments)) if is_compared else None
                 self._group.native.broadcast(numbers, ring, travelling, sums)
             for segment, stamp in zip(layout.segments, stamps, strict=True):

@@ -186,12 +186,9 @@ class Segment:
             parts.append(empty.set_(part, 0, *form))
         return parts
 
-    def views(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Return the places of the tensors in a block, which begins its storage."""
-        return [
-            block.as_strided(*form, at // self.width)
-            for form, at in zip(self.forms, self.byte_offsets, strict=True)
-        ]
+    def view(self, block: torch.Tensor, i: int) -> torch.Tensor:
+        """Return the place of a tensor in a block, which begins its storage."""
+        return block.as_strided(*self.forms[i], self.byte_offsets[i] // self.width)
 
     # ---- what members have ----------------------------------------------------------
 
@@ -205,13 +202,20 @@ class Segment:
         return bool(self._had[member] == (stamp, counts))
 
     def travelling(
-        self, members: range
+        self, members: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]:
         """Return what the native side needs to send the segment to some members."""
         blocks = [b if k in members else None for k, b in enumerate(self.blocks)]
         return self.tensors, self.byte_offsets, self.n_bytes, blocks
 
     # ---- gradients ------------------------------------------------------------------
+
+    def parts(self) -> list[list[int]]:
+        """Return the tensors in groups, by their numbers: one group has no hooks."""
+        parts: dict[int, list[int]] = {}
+        for i, tensor in enumerate(self.tensors):
+            parts.setdefault(i if has_more_behind(tensor) else -1, []).append(i)
+        return list(parts.values())
 
     def take_sum(self) -> _native.GradientSum:
         """Return a sum of gradients for one backward."""
@@ -316,9 +320,7 @@ class Layout:
         is_trained = tensor.requires_grad
         n_bytes = tensor.nbytes + _ALIGNMENT
         key = tensor.dtype, is_parameter, is_trained
-        is_alone = n_bytes > self.segment_bytes or (
-            is_trained and has_more_behind(tensor)
-        )
+        is_alone = n_bytes > self.segment_bytes
         segment, limit = (None, 0) if is_alone else opened.get(key, (None, 0))
         if segment is None or segment.n_bytes + n_bytes > limit:
             segment = Segment(*key, self._group)
@@ -389,6 +391,4 @@ def _segment_bytes(n_bytes: int) -> int:
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided else None
     lazy = tensor.is_conj(), tensor.is_neg()
-    wants = tensor.requires_grad
-    alone = wants and has_more_behind(tensor)
-    return tensor.shape, strides, tensor.dtype, lazy, wants, alone
+    return tensor.shape, strides, tensor.dtype, lazy, tensor.requires_grad

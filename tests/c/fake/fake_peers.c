@@ -1,6 +1,8 @@
 /* fake_peers.c - access between the memory of several devices in one process. */
 #include "state.h"
 
+enum { MOST_PEERS = 8 }; /* as without NVSwitch */
+
 static int can_access(int device, int other)
 {
     return device != other && fk.options.peers &&
@@ -59,6 +61,8 @@ CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
         return fk_leave(fk.options.peers);
     if (fk_has_access(context->device, peer->device))
         return fk_leave(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+    if (__builtin_popcount(context->peers) >= MOST_PEERS)
+        return fk_leave(CUDA_ERROR_TOO_MANY_PEERS);
     context->peers |= 1U << peer->device;
     return fk_leave(CUDA_SUCCESS);
 }

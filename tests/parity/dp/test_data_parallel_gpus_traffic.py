@@ -300,6 +300,45 @@ def test_all_is_sent_where_kernels_cannot_read_the_model(option):
         gc.collect()
 
 
+def test_ten_gpus_compare_what_the_first_has(monkeypatch):
+    """Each has access to eight others; torch raises at that limit."""
+
+    def limited(tensor, place, *args, to=torch.Tensor.to, **kwargs):
+        if {str(tensor.device), str(place)} == {"gpu:0", "gpu:9"}:
+            raise RuntimeError("CUDA error: peer mapping resources exhausted")
+        return to(tensor, place, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", limited)
+    with fake_gpus.several(10):
+        twin = Twin(Wrap(is_gpu=True), smooth_net(), 10)
+        x = integers(20, 3)
+        twin.step(lambda model, x: model(x).sum(), x, exact=False)
+        traffic = Traffic(twin.ours)
+        with torch.no_grad():
+            twin.ours(x)
+        assert traffic() == (0, 0)
+        del twin, traffic
+        gc.collect()
+
+
+def test_only_a_gpu_that_cannot_read_the_model_is_sent_all_of_it():
+    with fake_gpus.several(3):
+        fake().fake_part(0, 1)
+        ours = Wrap(is_gpu=True)(norm_net(), 3).eval()
+        x = integers(6, 16).to("gpu:0")
+        n_bytes = sum(t.nbytes for t in (*ours.parameters(), *ours.buffers()))
+        with torch.no_grad():
+            expected = ours(x)
+            traffic = Traffic(ours)
+            assert torch.equal(ours(x), expected)
+            assert n_bytes <= sum(traffic()) < 1.3 * n_bytes
+            ours.module[2].bias.data.mul_(2)
+            assert torch.allclose(ours(x), ours.module(x))
+            assert traffic()[1] > 0
+        del ours, traffic
+        gc.collect()
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_large_parameters_and_gradients_load_all_links_alike(wrap, monkeypatch, n):
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 20)  # a third of a weight
@@ -324,15 +363,17 @@ def test_large_parameters_and_gradients_load_all_links_alike(wrap, monkeypatch, 
 def test_a_step_of_many_parameters_calls_the_driver_as_often_as_one_of_few(wrap):
     names = "cuLaunchKernel", "cuMemcpyPeerAsync", "cuEventRecord", "cuStreamWaitEvent"
     found = []
-    for n_layers in (1, 16):
+    for n_layers, is_hooked in (1, False), (16, False), (16, True):
         ours = wrap(nn.Sequential(*[linear(8, 8) for _ in range(n_layers)]), 3)
+        for p in ours.parameters() if is_hooked else ():
+            p.register_hook(lambda grad: None)
         for _ in range(3):
             before = counts(*names)
             ours(integers(6, 8)).square().sum().backward()
             grow(ours, 0.5)
         pairs = zip(counts(*names), before, strict=True)
         found.append([after - earlier for after, earlier in pairs])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert all(n > 0 for n in found[0])
 
 

@@ -5,9 +5,10 @@ import threading
 import paceline
 import pytest
 import torch
+from paceline._compat import torch_graph
 from paceline._dp import segments
-from paceline._dp.gradients import Gradients
-from replicas import assert_same_grads, integers, loss_of
+from paceline._dp.gradients import Arrival, Gradients
+from replicas import assert_same_grads, integers, linear, loss_of, moved, reals
 from support import fake_gpus
 from torch import nn
 
@@ -59,9 +60,9 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
         log.append(("begin", threading.get_ident()))
         begin(self, arrival)
 
-    def noted_collect(self, i):
-        log.append(("collect", i))
-        return collect(self, i)
+    def noted_collect(self, part):
+        log.append(("collect", part))
+        return collect(self, part)
 
     monkeypatch.setattr(Gradients, "_begin", noted_begin)
     monkeypatch.setattr(Gradients, "collect", noted_collect)
@@ -88,24 +89,84 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
     assert len({it[1] for it in log if it[0] == "begin"}) <= n - 1  # never member 0
 
 
-def test_memory_of_a_sum_is_kept_if_another_backward_ends_as_it_begins(monkeypatch):
-    """The fake says so if memory is freed while a sum may use it."""
+def grads_of_hooked(dtype):
+    """Return gradients after three steps, and whether each was in its segment's sum."""
+    barriers = [threading.Barrier(4) for _ in range(DEPTH)]
+    begun, beside = [], Arrival.beside
 
-    class Sum:
-        def __init__(self, native, group):
-            self.native, self.group = native, group
+    def noted(self, part):
+        begun.append(self.is_begun)
+        return beside(self, part)
 
-        def begin(self, *arguments):
-            self.group.settle()  # as another thread's backward does
-            self.native.begin(*arguments)
-
-        def __getattr__(self, name):
-            return getattr(self.native, name)
-
-    take = segments.Segment.take_sum
-    monkeypatch.setattr(segments.Segment, "take_sum", lambda s: Sum(take(s), s._group))
-    with fake_gpus.several(3):
-        ours = paceline.DataParallel(nn.Linear(WIDTH, WIDTH).to("gpu:0"), [0, 1, 2])
+    with fake_gpus.several(4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrival, "beside", noted)
+        net = Net(lambda layer, _: barriers[layer].wait(60))
+        with torch.no_grad():
+            for number, p in enumerate(net.parameters()):
+                p.copy_(reals(*p.shape, seed=number))
+        ours, seen = paceline.DataParallel(net.to("gpu:0", dtype), [0, 1, 2, 3]), []
+        for p in net.parameters():
+            p.register_hook(lambda grad: seen.append(grad.shape))
+        x = reals(9, WIDTH).to("gpu:0", dtype)
+        for _ in range(2):  # the nodes of a thread's first forward have low numbers
+            ours(x)
         for _ in range(3):
-            loss_of(ours(integers(6, WIDTH).float())).backward()
-        del ours
+            ours(x).float().sum().backward()
+        assert len(seen) == len(begun) == 3 * (DEPTH + TAIL)
+        return [p.grad.cpu() for p in net.parameters()], begun
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sum_that_cannot_wait_for_its_segment_has_the_same_bits(dtype, monkeypatch):
+    """Such as that of a parameter with hooks, if it comes early."""
+    late, begun = grads_of_hooked(dtype)
+    assert all(begun)
+    set_turn = torch_graph.set_turn
+    monkeypatch.setattr(torch_graph, "set_turn", lambda n, _: set_turn(n, 1 << 62))
+    early, begun = grads_of_hooked(dtype)
+    assert begun.count(False) > len(begun) // 2
+    assert all(map(torch.equal, early, late))
+
+
+class SlowSums:
+    """A native group, or a sum; each second sum begins after the first is settled."""
+
+    def __init__(self, native, log, is_settled):
+        self._native, self.log, self.is_settled = native, log, is_settled
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+    def gradient_sum(self, *arguments):
+        self.log.append("new")
+        made = self._native.gradient_sum(*arguments)
+        return SlowSums(made, self.log, self.is_settled)
+
+    def begin(self, *arguments):
+        assert self.log.count("begin") % 2 == 0 or self.is_settled.wait(60)
+        self.log.append("begin")
+        self._native.begin(*arguments)
+
+    def settle(self, streams):
+        self._native.settle(streams)
+        self.log.append("settle")
+        self.is_settled.set()
+
+
+def test_streams_wait_for_each_sum_of_two_forwards_in_one_backward():
+    """Also for those of one forward that begin when the other one's are collected."""
+    x = integers(6, 3)
+    with fake_gpus.several(2):
+        plain = linear()
+        ours = paceline.DataParallel(moved(linear(), "gpu:0"), [0, 1])
+        ours(x.to("gpu:0"))
+        group = ours._engine.group
+        group.native = native = SlowSums(group.native, [], threading.Event())
+        for _ in range(4):
+            (loss_of(ours(x.to("gpu:0"))) + loss_of(ours(2 * x.to("gpu:0")))).backward()
+            (loss_of(plain(x)) + loss_of(plain(2 * x))).backward()
+            native.is_settled.clear()
+        assert [it for it in native.log if it != "new"] == ["begin", "settle"] * 2 * 4
+        assert native.log.count("new") <= 2
+        assert_same_grads(ours, plain)
+        del ours, group, native

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 KIND = "gpu"
-MOST = 4  # N_DEVICES of operation.h
+MOST = 10  # N_DEVICES of operation.h
 
 _HERE = Path(__file__).parent
 _BUILD = Path(__file__).resolve().parents[3] / "build/devices"

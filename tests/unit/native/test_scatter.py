@@ -225,6 +225,17 @@ def test_a_packed_sequence_that_was_sorted_stays_without_indices():
     assert [x.tolist() for x in scattered[2][1][2:]] == [[0], [2.0]]
 
 
+def test_no_number_on_a_device_is_read_to_split_what_needs_none():
+    """As on a GPU, for which the host would wait; here there are no numbers at all."""
+    number = torch.ones((), device="meta").expand(3)
+    (args, _) = chunks(_native.scatter((rows(6), number), {}, 3, 0))[2]
+    assert args[1].shape == (1,)
+    padded = torch.empty(3, 4, 2, device="meta")
+    packed = pack_padded_sequence(padded, torch.tensor([4, 2, 1]), batch_first=True)
+    (args, _) = chunks(_native.scatter((packed,), {}, 2, 0))[0]
+    assert args[0].batch_sizes.tolist() == [2, 2, 1, 1]
+
+
 THINGS = [
     Wanting(["log"], 1),
     [],
