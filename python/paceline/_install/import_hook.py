@@ -80,7 +80,7 @@ def end() -> None:
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ImportHook)]
 
 
-def begin_in_child() -> None:
+def begin_install() -> None:
     """Install once torch is imported; a failure is a line, and the program goes on."""
 
     def install() -> None:
