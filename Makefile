@@ -32,7 +32,7 @@ DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED    := $(VENV)/.installed
 VERSIONS     := $(VENV)/.constraints.txt
 SOURCES := $(shell find csrc python -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.py' \
-	-o -name '*.pyi' -o -name py.typed -o -name compile_flags.txt \))
+	-o -name '*.pyi' -o -name '*.pth' -o -name py.typed -o -name compile_flags.txt \))
 
 # Packages for the demo and the benchmarks.
 $(RUNTIME): requirements/constraints.txt requirements/demo.txt requirements/tools.txt

@@ -128,7 +128,14 @@ class CheckedBuild(build):
 
 
 class BuildInParallel(build_ext):
-    """Compiles the sources of an extension side by side."""
+    """Compiles the sources of an extension side by side, and adds paceline.pth."""
+
+    def run(self):
+        super().run()
+        folder = self.build_lib  # a wheel of it; an editable one is made elsewhere
+        if self.editable_mode:
+            folder = self.get_finalized_command("install").install_lib
+        self.copy_file("python/paceline/_install/paceline.pth", folder)
 
     def build_extensions(self):
         compile_some = self.compiler.compile

@@ -12,17 +12,17 @@ paceline.PeerError                               which rank failed, and why
 $ paceline doctor, bench, top, trace             inspect the machine and running jobs
 """
 
-# torch and the extension are imported when a name is first used.  So `paceline doctor`
-# can report what is wrong with them.
+# Everything is imported when a name is first used.  So `paceline doctor` can report
+# what is wrong with torch or the extension, and paceline.pth delays few programs.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # importing typing's own takes longer than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from paceline import callbacks as callbacks
     from paceline import data as data
     from paceline._checkpoint import load, save
@@ -38,10 +38,7 @@ if TYPE_CHECKING:
     from paceline._mean import mean
     from paceline._native import MismatchError, PeerError, PeerTimeoutError
 
-try:
-    __version__ = metadata.version("paceline")
-except metadata.PackageNotFoundError:  # built in place
-    __version__ = "0+unknown"
+    __version__: str
 
 __all__ = [
     "DataParallel",
@@ -90,8 +87,17 @@ _HOMES = {
 if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib import metadata
+
+            try:
+                return metadata.version("paceline")
+            except metadata.PackageNotFoundError:  # built in place
+                return "0+unknown"
         home = _HOMES.get(name)
         if home is None:
+            import difflib
+
             words = f"module 'paceline' has no attribute {name!r}"
             for near in difflib.get_close_matches(name, _HOMES, 1, cutoff=0.7):
                 words += f": did you mean {near}?"
@@ -103,4 +109,4 @@ if not TYPE_CHECKING:  # else type checkers would accept any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, "__version__"})

@@ -37,11 +37,6 @@ def cpu_replicas() -> int | None:
     return n_replicas
 
 
-def is_install_asked() -> bool:
-    """Tell whether a parent process has called ``paceline.install()``."""
-    return os.environ.get(INSTALL) == "1"
-
-
 def is_strict() -> bool:
     """Tell whether ``PACELINE_STRICT`` turns on torch's refusals."""
     text = os.environ.get(STRICT, "")

@@ -264,7 +264,7 @@ def run(*command, cwd, **env):
     )
 
 
-WATCHED = "any(hasattr(f, 'is_paceline_import_hook') for f in sys.meta_path)"
+WATCHED = "any(type(f).__name__ == '_ImportHook' for f in sys.meta_path)"
 WHO = f"import sys; print({WATCHED}, sys.argv, __name__, sys.flags.optimize)\n"
 
 

@@ -8,13 +8,12 @@ import paceline
 import pytest
 from support.prints import without_gloo
 
-NO_MODULES = {"paceline.__main__", "paceline._install.startup.sitecustomize"}
 FINDER = doctest.DocTestFinder(exclude_empty=True)
 
 
 def modules():
     for found in pkgutil.walk_packages(paceline.__path__, "paceline."):
-        if found.name not in NO_MODULES:
+        if found.name != "paceline.__main__":
             yield importlib.import_module(found.name)
 
 

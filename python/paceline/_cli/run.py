@@ -89,18 +89,6 @@ def _python_flags() -> list[str]:
 
 def _reach() -> None:
     """Install Paceline for the program that follows; raise if that has no effect."""
-    if sys.flags.ignore_environment or sys.flags.no_site:
-        raise UsageError(
-            "Python with -I, -E or -S cannot be reached: call paceline.install()"
-        )
-    home = str(Path(__file__).absolute().parents[2])
-    is_safe = getattr(sys.flags, "safe_path", False)
-    if not is_safe and sys.path[0] == home and home not in sys.path[1:]:
-        raise UsageError(
-            "it is found in the current folder, where programs do not look: install it"
-        )
-    rebind.install()
     if not rebind.reaches_children():
-        raise UsageError(
-            "the environment does not reach programs: call paceline.install()"
-        )
+        raise UsageError(f"{rebind.NOT_REACHED}: call paceline.install() there")
+    rebind.install()

@@ -1,25 +1,23 @@
 """Runs an action as soon as torch is imported, and costs nothing until then.
 
-Processes that have not imported paceline load this file by its path, so it imports only
-the standard library.
+``paceline.pth`` begins it in each Python that starts with ``PACELINE_INSTALL=1``.  Most
+of them never import torch, so this file imports nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util  # noqa: F401 (importlib.machinery alone is not complete)
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
 
-_MARK = "is_paceline_import_hook"  # also marks hooks of other copies of this module
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 
 class _ImportHook:
     """A finder that uses the other finders, and adds the action to torch's loader."""
-
-    is_paceline_import_hook = True
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
@@ -74,9 +72,28 @@ def begin(action: Callable[[], None]) -> None:
 
 def is_on() -> bool:
     """Tell whether a hook waits for the import of torch."""
-    return any(hasattr(finder, _MARK) for finder in sys.meta_path)
+    return any(isinstance(finder, _ImportHook) for finder in sys.meta_path)
 
 
 def end() -> None:
     """Remove the hook."""
-    sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, _MARK)]
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _ImportHook)]
+
+
+def begin_install() -> None:
+    """Install once torch is imported; a failure is a line, and the program goes on."""
+
+    def install() -> None:
+        try:
+            import paceline
+
+            paceline.install()
+        except Exception as error:
+            if sys.stderr:  # else print() would take sys.stdout
+                words = "paceline: PACELINE_INSTALL=1 has no effect:"
+                print(words, repr(error), file=sys.stderr)
+
+    if "torch" in sys.modules:  # another .pth file has imported it
+        install()
+    else:
+        begin(install)

@@ -23,11 +23,10 @@ a DataParallel makes one of ours (torch's if its devices are GPUs), and loading 
 DistributedDataParallel makes torch's.  Objects of torch's class that were made before
 can still be pickled, and load with torch alone.
 
-Children.  ``PACELINE_INSTALL=1`` asks children to install too.  A folder at the front
-of ``PYTHONPATH`` holds a ``sitecustomize`` that does it right after torch is imported;
-it then removes itself and runs the ``sitecustomize`` that it hides.  It does not reach
-Python with ``-I``, ``-E`` or ``-S``, a child with another environment, or a fork server
-that was started before.
+Children.  ``PACELINE_INSTALL=1`` asks a process that starts to install as well, right
+after it has imported torch: Python runs the line of ``paceline.pth``, which lies in
+``site-packages``.  That reaches neither Python with ``-S``, nor folders on
+``PYTHONPATH``, nor a fork server that was started before.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ import functools
 import importlib
 import os
 import pkgutil
+import site
 import sys
 import threading
 import warnings
@@ -62,15 +62,23 @@ _NAMES = {  # the module that defines a name first
     ),
     "torch.nn": ("DataParallel",),
 }
+NOT_REACHED = (
+    "Python reads no paceline.pth when it starts here (-S, or pip install --target)"
+)
 _MAKER = "torch.distributed._composable.replicate"
-_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
+_ADVICE = {  # a variable or module that such a process has, and what to do there
+    "RAY_RAYLET_PID": "start Ray with "
+    'ray.init(runtime_env={"env_vars": {"PACELINE_INSTALL": "1"}})',
+    "pyspark.worker": "start Spark with spark.executorEnv.PACELINE_INSTALL=1",
+    "ipykernel": "restart the kernel, and call install() in its first cell",
+    "sys": "call install() first, or start the program by python -m paceline",
+}
 
 _lock = threading.RLock()
 _is_bound = False
 _torchs: dict[str, Any] = {}  # name: torch's object, while bound
 _ours: dict[str, Any] = {}  # name: our object
 _put: list[tuple[ModuleType, str, Any]] = []  # module, name, old value
-_before: dict[str, str | None] | None = None  # old environment variables, if changed
 
 
 class Installation:
@@ -117,7 +125,7 @@ def install() -> Installation:
     -----
     UserWarning
         If modules have already imported torch's class: they go on using it.  The
-        warning names them.
+        warning names them, and says what to do in such a process.
 
     See Also
     --------
@@ -142,15 +150,18 @@ def install() -> Installation:
     ``torch.nn.parallel.replicate``, ``scatter``, ``gather`` and ``parallel_apply``
     work as torch's on GPUs; on a machine without, they serve replicas on the CPU.
 
-    It reaches children through the environment: ``PACELINE_INSTALL``, and a folder at
-    the front of ``PYTHONPATH`` with a ``sitecustomize`` (an existing one runs too).  It
-    does not reach Python with ``-I``, ``-E`` or ``-S``, children that get another
-    environment, or a running ``forkserver``.
+    It reaches children by the environment variable ``PACELINE_INSTALL=1``.  Set it
+    yourself for processes that a daemon starts, such as workers of Ray or executors of
+    Spark, and for any program you do not want to edit.  It does not reach Python with
+    ``-S``, children that get another environment, or a running ``forkserver``.
     """
     with _lock:
         is_first = not is_installed()
         if is_first:
-            _reach_children()
+            os.environ[_environment.INSTALL] = "1"
+            if not reaches_children():
+                words = f"{NOT_REACHED}: other processes use torch's own classes"
+                warnings.warn(words, stacklevel=2)
         if "torch" not in sys.modules:
             import_hook.begin(_bind)
         elif not _is_bound:
@@ -182,7 +193,7 @@ def uninstall() -> None:
         import_hook.end()
         if _is_bound:
             _unbind()
-        _forget_children()
+        os.environ.pop(_environment.INSTALL, None)
 
 
 def is_installed() -> bool:
@@ -190,11 +201,13 @@ def is_installed() -> bool:
     return _is_bound or import_hook.is_on()
 
 
-def install_in_child() -> None:
-    """Bind the names if the parent process asks for it; torch was just imported."""
-    if _environment.is_install_asked():
-        with _lock:
-            _bind()
+def reaches_children() -> bool:
+    """Tell whether Python reads a folder that has ``paceline.pth`` when it starts."""
+    folders = site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    are_there = [os.path.exists(f"{folder}/paceline.pth") for folder in folders]
+    return any(are_there) and not sys.flags.no_site
 
 
 # ---- the names ----------------------------------------------------------------------
@@ -281,13 +294,13 @@ def _warn_of_holders() -> None:
         held = {owned[id(v)] for v in list(vars(module).values()) if id(v) in owned}
         if held:
             found.setdefault(", ".join(sorted(held)), set()).add(name)
+    advice = next(_ADVICE[k] for k in _ADVICE if k in os.environ or k in sys.modules)
     for names, modules in sorted(found.items()):
         holders = sorted(modules)
         more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
         warnings.warn(
             f"torch's own {names} was imported before paceline.install() by "
-            f"{', '.join(holders[:5])}{more}, and stays torch's there: call install() "
-            "first, or start the program by python -m paceline",
+            f"{', '.join(holders[:5])}{more}, and stays torch's there: {advice}",
             stacklevel=3,
         )
 
@@ -322,45 +335,3 @@ class _Name:
 def _reduce(wrapper: Any) -> tuple[Callable[[], Any], tuple[()], Any]:
     """Reduce an object of torch's own class while the name means ours."""
     return _New(type(wrapper)), (), wrapper.__reduce_ex__(2)[2]
-
-
-# ---- children -----------------------------------------------------------------------
-
-
-def _reach_children() -> None:
-    global _before
-    if os.pathsep in _FOLDER:
-        warnings.warn(
-            f"paceline lies in {_FOLDER!r}, which PYTHONPATH cannot hold: processes "
-            "that this one starts use torch's own classes",
-            stacklevel=3,
-        )
-        return
-    paths = os.environ.get("PYTHONPATH")
-    _before = {
-        "PYTHONPATH": paths,
-        _environment.INSTALL: os.environ.get(_environment.INSTALL),
-    }
-    os.environ["PYTHONPATH"] = os.pathsep.join([_FOLDER, *([paths] if paths else [])])
-    os.environ[_environment.INSTALL] = "1"
-
-
-def reaches_children() -> bool:
-    """Tell whether the environment makes children install paceline."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return _FOLDER in paths and _environment.is_install_asked()
-
-
-def _forget_children() -> None:
-    global _before
-    before, _before = _before or {}, None
-    os.environ.pop(_environment.INSTALL, None)
-    if before.get(_environment.INSTALL) is not None:
-        os.environ[_environment.INSTALL] = before[_environment.INSTALL] or ""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if _FOLDER in paths:
-        rest = [each for each in paths if each != _FOLDER]
-        if rest or before.get("PYTHONPATH") is not None:
-            os.environ["PYTHONPATH"] = os.pathsep.join(rest)
-        else:
-            del os.environ["PYTHONPATH"]

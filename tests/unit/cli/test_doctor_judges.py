@@ -71,7 +71,9 @@ test_cores_are_compared_with_two_and_with_threads_and_binding = judged(
 )
 
 test_names_that_are_misspelt_and_wrong_values_are_found = judged(
-    lambda **variables: machine.judge_environment({"HOME": "/", **variables}),
+    lambda is_reached=True, **variables: machine.judge_environment(
+        {"HOME": "/", **variables}, is_reached
+    ),
     ({}, "ok", "nothing is set"),
     ({"OMP_NUM_THREADS": "4"}, "ok", "OMP_NUM_THREADS=4"),
     ({"NCCL_P2P_DISABLE": "1"}, "ok", "NCCL_P2P_DISABLE=1"),
@@ -94,6 +96,7 @@ test_names_that_are_misspelt_and_wrong_values_are_found = judged(
     ({"PACELINE_STRICT": "yes"}, "problem", "give 0 or 1"),
     ({"PACELINE_ISA": "avx1024"}, "problem", "avx512"),
     ({"PACELINE_STRICT": "yes", "PACELINE_X": ""}, "problem", "PACELINE_X"),
+    ({"is_reached": False}, "warning", "paceline.pth", "PACELINE_INSTALL=1 change no"),
 )
 
 

@@ -1,13 +1,18 @@
-"""How setup.py has nvcc compile the kernels, tested with a script in place of nvcc."""
+"""What setup.py builds; a script stands in for nvcc."""
 
 import runpy
+import shutil
 import stat
+import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import paceline
+import pip
 import pytest
 import setuptools
+from support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 NVCC = """#!/bin/sh
@@ -111,6 +116,46 @@ def test_what_a_build_needs_is_said_in_one_sentence(monkeypatch, build, lacks, w
     command = runpy.run_path("setup.py")["CheckedBuild"](setuptools.Distribution())
     with pytest.raises(SystemExit, match=f"the build needs [^.]*{words}"):
         command.run()
+
+
+BUILD = """
+import sys
+from setuptools import build_meta
+from setuptools.command.build_ext import build_ext
+
+build_ext.run = lambda self: None  # it would take a minute
+getattr(build_meta, sys.argv[1])(sys.argv[2])
+"""
+ON = "import sys; print([type(f).__name__ for f in sys.meta_path][0])"
+
+
+def test_every_way_to_install_brings_the_start_up_line_and_takes_it_away(tmp_path):
+    tree = tmp_path / "tree"
+    for name in ("csrc", "python", "requirements"):
+        shutil.copytree(ROOT / name, tree / name)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    venv.create(tmp_path / "venv")
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    site.joinpath("tools.pth").write_text(str(tmp_path / "tools"))
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/pip").symlink_to(Path(pip.__file__).parent)
+    python = tmp_path / "venv/bin/python"
+
+    def run(*words, **environ):
+        done = subprocess.run(
+            [python, *words], env=environ, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    for way in ("build_wheel", "build_editable"):
+        run_python(BUILD, way, tmp_path / way, cwd=tree)
+        (wheel,) = tmp_path.joinpath(way).glob("*.whl")
+        run("-m", "pip", "install", "--no-deps", "--no-index", wheel)
+        assert run("-Ic", ON, PACELINE_INSTALL="1") == "_ImportHook"
+        run("-m", "pip", "uninstall", "-y", "paceline")
+        assert list(site.glob("*paceline*")) == []
 
 
 def test_the_extension_is_smaller_than_two_megabytes():

@@ -23,6 +23,7 @@ from paceline._cli.doctor.finding import (
     warning,
 )
 from paceline._cli.options import meant
+from paceline._install import rebind
 
 OLDEST_TORCH = (2, 4)
 
@@ -159,10 +160,10 @@ VARIABLES: dict[str, tuple[Callable[[str], object], str]] = {
 
 def look_environment() -> Finding:
     """Read the variables that matter."""
-    return judge_environment(os.environ)
+    return judge_environment(os.environ, rebind.reaches_children())
 
 
-def judge_environment(environ: Mapping[str, str]) -> Finding:
+def judge_environment(environ: Mapping[str, str], is_reached: bool = True) -> Finding:
     """Judge misspelt names, wrong values, and slow settings."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES))
     variables = {name: environ[name] for name in names}
@@ -181,11 +182,14 @@ def judge_environment(environ: Mapping[str, str]) -> Finding:
             )
         elif name in _SLOW and value.upper() == _SLOW[name]:
             doubtful.append(f"{name}={value} is for debugging, and slow: unset it.")
+    if not is_reached:
+        effect = f"install() and {_environment.INSTALL}=1 change no other process"
+        doubtful.append(f"{rebind.NOT_REACHED}: {effect}.")
     advice = " ".join([*wrong, *doubtful])
-    found = ", ".join(f"{name}={value}" for name, value in shown.items())
+    found = ", ".join(f"{k}={v}" for k, v in shown.items()) or "nothing is set"
     if wrong:
         return problem(found, advice)
-    return warning(found, advice) if doubtful else ok(found or "nothing is set")
+    return warning(found, advice) if doubtful else ok(found)
 
 
 # ---- cores --------------------------------------------------------------------------
