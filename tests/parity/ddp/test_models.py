@@ -5,8 +5,6 @@ The reference is the plain module; for buffers it is torch's class.
 
 import copy
 import itertools
-import os
-import random
 import warnings
 from functools import partial
 from unittest import mock
@@ -17,17 +15,16 @@ import torch
 import torch.distributed as dist
 from cases import (
     ON_HOSTS,
+    Counting,
     Twin,
     as_torch,
     assert_equal,
-    compare_with_torch,
     grads_of,
     integer_weights,
     mean_over,
     net,
     on_gpus_too,
     on_ranks,
-    run_drawn,
     skip_without_complex,
     step_of,
     train,
@@ -184,6 +181,25 @@ def second_view_in_evaluation(wrappers, x):
 two_views_on_a_host = [] if ON_HOSTS else [two_views, second_view_in_evaluation]
 
 
+class Whole(nn.Module):
+    """A backbone and a head, in a checkpoint or with an output that is hidden."""
+
+    def __init__(self, backbone, n, how):
+        super().__init__()
+        self.backbone, self.head, self.how = backbone, nn.Linear(6, n), how
+
+    def forward(self, x):
+        if self.how == "in a checkpoint":
+            return self.head(checkpoint(self.backbone, x, use_reentrant=False))
+        out = self.head(self.backbone(x))
+        return Hidden(out) if self.how == "hidden" else out
+
+
+class Hidden:
+    def __init__(self, x):
+        self.relu, self.square = x.relu, x.square
+
+
 @as_torch(
     part=[nn.BatchNorm1d, nn.InstanceNorm1d, Activated, Counts],
     losses=[one_loss_of_all, a_loss_each, one_in_evaluation, *two_views_on_a_host],
@@ -192,7 +208,10 @@ def test_wrappers_may_share_a_backbone_with_buffers(ranks, wrap, part, losses):
     """Rank 0's statistics come while the graph of another wrapper has saved them."""
     norm = part() if part is Counts else part(5, track_running_stats=True, affine=True)
     backbone = nn.Sequential(nn.Linear(6, 6), norm)
-    wholes = [nn.Sequential(backbone, nn.Linear(6, n)) for n in (1, 2)]
+    ways = ["plain", "plain"]
+    if losses in (one_loss_of_all, a_loss_each, two_views):
+        ways = ["in a checkpoint", "hidden"]
+    wholes = [Whole(backbone, n, how) for n, how in enumerate(ways, 1)]
     wrappers = [wrap(module) for module in (*wholes, backbone)]
     for step in range(3):
         x = torch.randn(4, 5, 6, generator=ranks.generator(step)) + ranks.rank
@@ -240,58 +259,6 @@ def test_an_evaluation_uses_what_was_written_past_autograd(ranks, wrap, write):
     write(norm.running_mean, average)
     yield [*norm.buffers()] if ranks.rank == 0 else [norm.running_var]
     yield average if write is not swap else None
-
-
-class Joined(nn.Module):
-    """Some of the shared parts, perhaps in checkpoints; its output may be hidden."""
-
-    def __init__(self, parts, chance):
-        super().__init__()
-        n = chance.randint(1, len(parts))
-        self.parts = nn.ModuleList(chance.sample(parts, n))
-        self.last = nn.Linear(6, chance.randint(1, 3))
-        self.recomputed = [chance.random() < 0.4 for _ in self.parts]
-        self.is_hidden = chance.random() < 0.4
-
-    def forward(self, x):
-        for part, is_recomputed in zip(self.parts, self.recomputed, strict=True):
-            x = checkpoint(part, x, use_reentrant=False) if is_recomputed else part(x)
-        x = self.last(x)
-        return Hidden(x) if self.is_hidden else x
-
-
-class Hidden:
-    def __init__(self, x):
-        self.relu, self.square = x.relu, x.square
-
-
-N_PROGRAMS = int(os.environ.get("FUZZ", "12"))  # FUZZ_SEED=12 begins with seed 12
-
-
-@on_ranks()
-def test_drawn_wrappers_over_shared_parts_do_as_torch(ranks):
-    run_drawn(
-        ranks, N_PROGRAMS, partial(compare_with_torch, ranks, run_over_shared_parts)
-    )
-
-
-def run_over_shared_parts(ranks, wrap, seed):
-    chance = random.Random(seed)
-    norms = [nn.BatchNorm1d, nn.InstanceNorm1d, Activated]
-    parts = [chance.choice(norms)(5, track_running_stats=True, affine=True)]
-    kinds = [Counts, partial(nn.Linear, 6, 6), partial(nn.LayerNorm, 6)]
-    parts += [chance.choice(kinds)() for _ in range(chance.randint(1, 3))]
-    wholes = [Joined(parts, chance) for _ in range(chance.randint(1, 3))]
-    wrappers = [wrap(whole) for whole in wholes]
-    for step in range(5):
-        x = torch.randn(4, 5, 6, generator=ranks.generator((seed, step))) + ranks.rank
-        losses = [one_loss_of_all, a_loss_each, *two_views_on_a_host[:1]]
-        chance.choice(losses)(wrappers, x)
-        tensors = [t for w in wrappers for t in (*w.parameters(), *w.buffers())]
-        yield [t.grad if t.requires_grad else t for t in tensors]
-        if chance.random() < 0.6:
-            for wrapper in wrappers:
-                wrapper.zero_grad()
 
 
 class Boxed(torch.Tensor):
@@ -380,29 +347,6 @@ def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(rank
 # ---- buffers ------------------------------------------------------------------------
 
 
-class Counting(nn.Module):
-    """Has a buffer that identifies its rank and counts its writes."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        with torch.no_grad():
-            for p in self.linear.parameters():
-                p.fill_(1)
-        self.register_buffer("mark", torch.tensor([float(rank), 0.0]))
-        self.rank = rank
-        self.taken = None
-
-    def forward(self, x):
-        self.taken = self.mark.clone()
-        if self.training:
-            self.update()
-        return self.linear(x).sum()
-
-    def update(self):
-        self.mark.copy_(torch.tensor([float(self.rank), self.mark[1].item() + 1]))
-
-
 def x_of(ranks, key):
     return ranks.integers(2, 4, key=key)
 
@@ -429,21 +373,12 @@ class Turning(nn.Linear):
         return super().forward(x) * (self.phase + self.constant).imag
 
 
-@as_torch(who=[(0,), (1,), (0, 1)])
-def test_lazily_conjugated_buffers_come_from_rank_0(ranks, wrap, who):
-    skip_without_complex()
-    model = wrap(Turning(ranks.rank in who))
-    for _ in range(4):
-        model(torch.ones(1, 3)).sum().backward()
-        yield [*grads_of(model), *(b.resolve_conj() for b in model.buffers())]
-
-
 class OfHalves(nn.Linear):
     """Each rank has its own frozen parameter and buffer of complex32."""
 
-    def __init__(self, rank):
+    def __init__(self, value):
         super().__init__(3, 2)
-        halves = torch.full((2, 2, 2), rank + 1.5, dtype=torch.float16)
+        halves = torch.full((2, 2, 2), value + 0.5, dtype=torch.float16)
         frozen, phase = torch.view_as_complex(halves)
         self.frozen = nn.Parameter(frozen, requires_grad=False)
         self.register_buffer("phase", phase)
@@ -454,15 +389,18 @@ class OfHalves(nn.Linear):
         return super().forward(x)
 
 
-@as_torch()
-def test_complex_buffers_of_halves_come_from_rank_0(ranks, wrap):
+@as_torch(kind=[Turning, OfHalves], who=[(0,), (1,), (0, 1)])
+def test_complex_buffers_come_from_rank_0(ranks, wrap, kind, who):
     skip_without_complex()
     warnings.simplefilter("ignore")  # ComplexHalf is experimental
-    model = wrap(OfHalves(ranks.rank))
-    for step in range(3):
+    model = wrap(kind(ranks.rank + 1 if ranks.rank in who else 0))
+    for step in range(4):
         model(torch.full((1, 3), float(ranks.rank + step))).sum().backward()
-        halves = model.module.frozen, model.module.phase
-        yield [*grads_of(model), *(torch.view_as_real(h) for h in halves)]
+        tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_complex()]
+        yield [
+            *grads_of(model),
+            *(torch.view_as_real(t.resolve_conj()) for t in tensors),
+        ]
 
 
 class ByConjugate(nn.Module):
