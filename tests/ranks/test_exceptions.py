@@ -21,7 +21,7 @@ OWN_WORDS = ("these are the culprit's own words", "explode_as_asked")
 STEP_FAILED = ("rank {survivor}: the step of rank 1 failed", *OWN_WORDS)
 LEFT = ("rank 1 (process", "has left", "same number of steps")
 CASES = [  # how ranks are started, where one fails, the message of its peers
-    ("fork", "late", STEP_FAILED),  # for other places see parity/ddp/test_steps.py
+    ("fork", "late", STEP_FAILED),  # for other places see test_drawn_exceptions.py
     ("fork", "outside", OWN_WORDS),
     ("fork", "leave", LEFT),
     ("script", "hook", STEP_FAILED),

@@ -500,6 +500,42 @@ class Branches(nn.Module):
         return self.second(y) if both else y
 
 
+class Terms(nn.Module):
+    """Sums its parameters times factors: a factor is the gradient, None leaves out."""
+
+    def __init__(self, shapes, dtypes=(torch.float32,)):
+        super().__init__()
+        self.terms = nn.ParameterList(
+            torch.zeros(shape, dtype=dtypes[i % len(dtypes)])
+            for i, shape in enumerate(shapes)
+        )
+
+    def forward(self, factors):
+        total = 0
+        for p, f in zip(self.parameters(), factors, strict=True):
+            if f is not None:
+                term = (p * f).sum()
+                term = term.real + 3 * term.imag if p.is_complex() else term
+                total = total + term.double()
+        return total
+
+
+class Counting(nn.Module):
+    """Has a buffer that identifies its rank and counts its writes."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.linear = integer_weights(nn.Linear(4, 2))
+        self.register_buffer("mark", torch.tensor([float(rank), 0.0]))
+        self.rank, self.taken = rank, None
+
+    def forward(self, x):
+        self.taken = self.mark.clone()
+        if self.training:
+            self.mark.copy_(torch.tensor([float(self.rank), self.mark[1].item() + 1]))
+        return self.linear(x).sum()
+
+
 def net(*sizes):
     """Return a small network; the gradients of its first layers become views."""
     sizes = sizes or (6, 150, 70, 2)
@@ -529,9 +565,11 @@ class apart:
         peers.Host.shares_memory_with = self.before
 
 
-def factors(ranks, model, key):
-    """Return this rank's small integers, in the shapes of the model's parameters."""
+def factors(ranks, model, key, used=None):
+    """Return this rank's integers for used parameters, None for the others."""
     return [
         ranks.integers(*p.shape, dtype=p.dtype, key=(key, i))
+        if used is None or i in used
+        else None
         for i, p in enumerate(model.parameters())
     ]

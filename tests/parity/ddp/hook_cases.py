@@ -1,4 +1,4 @@
-"""Helpers for tests of communication hooks."""
+"""Helpers for tests of communication hooks, and a plain loop."""
 
 import torch
 from torch import nn
@@ -11,13 +11,13 @@ def hooked(ranks, wrap, module, hook, state=lambda ranks: ranks.group, **options
     return model
 
 
-def trained(ranks, model, steps=4, loss=None, data=None):
+def trained(ranks, model, steps=4, loss=None, data=None, optimizer=None):
     """Take steps; after each, yield gradients and parameters."""
     loss = loss or (lambda model, x: model(x).square().sum())
     data = data or (
         lambda step: torch.randn(3, 6, generator=ranks.generator("data", step))
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
         optimizer.zero_grad()
         loss(model, data(step)).backward()

@@ -43,6 +43,15 @@ class Words(nn.Module):
         return self.out(self.table(words, *more))
 
 
+class Optional(Words):
+    """Does not use the embedding if there are no words."""
+
+    def forward(self, words):
+        if len(words) == 0:
+            return self.out(torch.ones(2, self.out.in_features))
+        return super().forward(words)
+
+
 def words_of(ranks, n=12, n_rows=20, key=0):
     """Return this rank's row numbers; some occur more than once."""
     return torch.randint(0, n_rows, (n,), generator=ranks.generator("words", key, n))

@@ -8,10 +8,12 @@ import warnings
 import pytest
 import torch
 from cases import (
+    Terms,
     Twin,
     as_torch,
     assert_equal,
     bits,
+    factors,
     grads_of,
     net,
     on_gpus_too,
@@ -21,36 +23,9 @@ from cases import (
 from paceline import MismatchError, PeerError
 from support.processes import shared_mappings
 from support.threads import in_threads
-from torch import nn
 
 LARGE, SMALL = (120, 100), (7,)  # gradients of LARGE become views, of SMALL do not
-
-
-class Bag(nn.Module):
-    """Large and small parameters in pairs; the arguments of forward select them."""
-
-    def __init__(self, n_pairs=3):
-        super().__init__()
-        self.weights = nn.ParameterList(
-            torch.zeros(shape) for _ in range(n_pairs) for shape in (LARGE, SMALL)
-        )
-
-    def forward(self, factors):
-        """Sum the parameters times factors; None leaves a parameter out."""
-        terms = [
-            (p * f).sum()
-            for p, f in zip(self.weights, factors, strict=True)
-            if f is not None
-        ]
-        return sum(terms)
-
-
-def factors(ranks, model, key, used=None):
-    """Return this rank's integers for used parameters, None for the others."""
-    return [
-        ranks.integers(*p.shape, key=(key, i)) if used is None or i in used else None
-        for i, p in enumerate(model.parameters())
-    ]
+SHAPES = [LARGE, SMALL] * 3
 
 
 def loss(ranks, key, used=None):
@@ -61,7 +36,7 @@ def loss(ranks, key, used=None):
 
 
 def test_a_whole_step_without_synchronisation_waits_for_nobody(ranks):
-    model = ranks.wrap(Bag())
+    model = ranks.wrap(Terms(SHAPES))
     with model.no_sync():
         for step in range(ranks.rank + 1):  # the number may differ between ranks
             loss(ranks, step)(model).backward()
@@ -95,7 +70,7 @@ def test_no_sync_that_is_not_enabled_does_nothing(ranks, wrap, strict, how):
 
 def test_what_was_accumulated_and_reset_neither_is_averaged_nor_counts_as_used(ranks):
     """If its gradient were zeros instead of None, an optimizer would decay a weight."""
-    twin = Twin(ranks, Bag())
+    twin = Twin(ranks, Terms(SHAPES))
     for used in (None, {4, 5}):
         twin.local(loss(ranks, 0))
         twin.zero()
@@ -105,29 +80,10 @@ def test_what_was_accumulated_and_reset_neither_is_averaged_nor_counts_as_used(r
 
 # ---- unused parameters --------------------------------------------------------------
 
-USES = {
-    "by nobody, ever": lambda rank, step: {0, 1, 4, 5},
-    "nothing on rank 1 but one": lambda rank, step: {5} if rank else None,
-    "the last ones alone": lambda rank, step: {4, 5} if step else None,
-    "the last ones from the fourth step on": lambda rank, step: (
-        {0, 1} if step < 3 else None
-    ),
-}
-
-
-@on_gpus_too(use=["the last ones from the fourth step on"])
-@on_ranks(use=[*USES])
-def test_parameters_may_be_unused(ranks, use):
-    """The loops of test_differential_programs.py draw uses that change in each step."""
-    twin = Twin(ranks, Bag())
-    for step in range(6):
-        twin.zero(set_to_none=step != 4)
-        twin.step(loss(ranks, step, USES[use](ranks.rank, step)))
-
 
 @on_gpus_too()
 def test_a_gradient_that_nobody_used_is_the_same_object_with_the_same_values(ranks):
-    model = ranks.wrap(Bag())
+    model = ranks.wrap(Terms(SHAPES))
     for step in range(2):
         loss(ranks, step)(model).backward()
     before = [(p.grad, p.grad.clone(), p.grad.data_ptr()) for p in model.parameters()]
@@ -142,32 +98,6 @@ def test_a_gradient_that_nobody_used_is_the_same_object_with_the_same_values(ran
 
 # ---- gradients that a program keeps -------------------------------------------------
 
-KEEP = {
-    "itself": lambda grad: grad,
-    "a slice": lambda grad: grad.flatten()[1:],
-    "as numpy": lambda grad: grad.numpy(),
-}
-
-
-@on_gpus_too(keep=["itself"], whose=["rank 1's"])
-@on_ranks(keep=[*KEEP], whose=["all ranks'", "rank 1's"])
-def test_kept_gradients_survive_the_next_backwards(ranks, keep, whose):
-    """If only rank 1 keeps some, rank 0's next sums must not overwrite them."""
-    model = ranks.wrap(Bag())
-    kept = []
-    for step in range(4):
-        model.zero_grad()
-        loss(ranks, step)(model).backward()
-        if ranks.rank == 1 or whose == "all ranks'":
-            rows = [KEEP[keep](p.grad) for p in model.parameters()]
-            kept += [(row, torch.as_tensor(row).clone()) for row in rows]
-            del rows
-        if ranks.rank == 1:
-            time.sleep(0.02)
-        for tensor, values in kept:
-            assert_equal(torch.as_tensor(tensor), values, f"{keep} at {step}")
-
-
 NEXT = {
     "unused here": lambda rank: {0, 1} if rank == 1 else None,
     "unused there": lambda rank: {0, 1} if rank == 0 else None,
@@ -177,11 +107,16 @@ NEXT = {
 
 
 @on_ranks(use=[*NEXT], then=["plain", "recorded", "watched", "turned", "own", "late"])
-def test_kept_gradients_survive_whatever_the_next_backward_is(ranks, use, then):
-    model = ranks.wrap(Bag())
+def test_parts_of_kept_gradients_survive_whatever_the_next_backward_is(
+    ranks, use, then
+):
+    """The loops of test_differential_programs.py keep gradients as they are."""
+    model = ranks.wrap(Terms(SHAPES))
     for step in range(2):
         loss(ranks, step)(model).backward()
-    kept = [p.grad.detach() for p in list(model.parameters())[2:]]
+    large, other = model.module.terms[2].grad, model.module.terms[4].grad
+    kept = [large.flatten()[1:], torch.from_numpy(other.numpy())]
+    del large, other
     values = [tensor.clone() for tensor in kept]
     model.zero_grad()
     rows = factors(ranks, model, "next", NEXT[use](ranks.rank))
@@ -211,7 +146,7 @@ def turned(tensor):
 @on_gpus_too()
 def test_swapped_gradients_are_told_apart(ranks):
     """Two parameters of one shape exchange their gradients between backwards."""
-    twin = Twin(ranks, Bag(2))
+    twin = Twin(ranks, Terms(SHAPES[:4]))
     for step in range(4):
         twin.step(loss(ranks, step))
         for model in (twin.plain, twin.ours):
@@ -223,7 +158,7 @@ def test_swapped_gradients_are_told_apart(ranks):
 def test_gradients_live_on_after_the_wrapper_and_then_free_its_memory(ranks):
     gc.collect()
     before = shared_mappings()
-    model = ranks.wrap(Bag())
+    model = ranks.wrap(Terms(SHAPES))
     loss(ranks, 0)(model).backward()
     bare, grads = model.module, [bits(p.grad) for p in model.parameters()]
     del model
@@ -238,7 +173,7 @@ def test_gradients_live_on_after_the_wrapper_and_then_free_its_memory(ranks):
 @on_gpus_too()
 @on_ranks(first_goes=["before", "after"])
 def test_a_module_may_be_wrapped_again(ranks, first_goes):
-    twin = Twin(ranks, Bag())
+    twin = Twin(ranks, Terms(SHAPES))
     twin.step(loss(ranks, 0))
     bare = twin.ours.module
     if first_goes == "before":
@@ -268,6 +203,7 @@ SEVERAL = {
     "two forwards": lambda model, x, y: [model(x).sum(), model(y).sum()],
     "two losses of one output": of_two_columns,
     "a retained graph": of_a_retained_graph,
+    "towards some inputs": lambda model, x, y: [model(x).sum()],
 }
 
 
@@ -279,23 +215,13 @@ def test_several_backwards_follow_the_forwards(ranks, losses):
     for step in range(3):
         twin.zero(set_to_none=step != 1)
         for model in (twin.plain, twin.ours):
+            options = {"retain_graph": losses != "two forwards"}
+            if losses == "towards some inputs":
+                options["inputs"] = [*model.parameters()][:2]
             for one in SEVERAL[losses](model, x, y):
-                one.backward(retain_graph=losses != "two forwards")
+                one.backward(**options)
                 if model is twin.plain:
                     twin.average()
-        twin.check()
-
-
-@on_gpus_too()
-def test_backward_towards_some_inputs_averages_those(ranks):
-    twin = Twin(ranks, net())
-    x = ranks.integers(3, 6)
-    for _ in range(3):
-        twin.zero()
-        for model in (twin.plain, twin.ours):
-            some = list(model.parameters())[:2]
-            model(x).sum().backward(inputs=some)
-        twin.average()
         twin.check()
 
 

@@ -1,12 +1,16 @@
 """If a model cannot be wrapped, all ranks raise one error; the group stays usable."""
 
+from functools import partial
+
 import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Twin, integer_weights, on_gpus_too, on_ranks
+from cases import Twin, apart, integer_weights, on_gpus_too, on_ranks
+from support.groups import Over, wrap_over
 from support.ranks import run_ranks, values
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 
 def net():
@@ -14,6 +18,27 @@ def net():
     for p in module.parameters():
         nn.init.zeros_(p)
     return module
+
+
+def by_store(ranks):
+    """Wrap over a group that takes no CPU tensors: see test_store_meeting.py."""
+    return partial(wrap_over, dist.new_group(backend="cuda:gloo"))
+
+
+def on_hosts(ranks):
+    def wrap(module, **options):
+        with apart():
+            return ranks.ours(module, process_group=ranks.group, **options)
+
+    return wrap
+
+
+WORLDS = {
+    "shared memory": lambda ranks: ranks.wrap,
+    "no shared memory": on_hosts,
+    "a group in Python": lambda ranks: partial(wrap_over, Over(ranks.group)),
+    "a store": by_store,
+}
 
 
 def refusals(ranks, module, **options):
@@ -46,7 +71,7 @@ def assert_still_usable(ranks):
     module = nn.Linear(3, 2)
     nn.init.zeros_(module.weight)
     twin = Twin(ranks, module)
-    twin.step(lambda model: model(ranks.integers(2, 3)).sum())
+    twin.step(lambda model: ranks.n * model(ranks.integers(2, 3)).sum())
 
 
 # ---- models that differ -------------------------------------------------------------
@@ -65,40 +90,30 @@ CHANGES = {
         "'0.weight'",
         "'0.bias'",
     ),
+    # Without the first synchronisation: else ranks would average other parameters.
+    "renamed": (
+        lambda m: m._modules.update(end=m._modules.pop("2")),
+        "'2.weight'",
+        "'end.weight'",
+    ),
 }
 
 
-@on_ranks(3, change=[*CHANGES])
-def test_the_first_difference_is_named_on_every_rank(ranks, change):
-    alter, here, there = CHANGES[change]
+@on_ranks(3, change=[*CHANGES], odd=[0, 2], over=[*WORLDS])
+def test_the_first_difference_is_named_on_every_rank(ranks, change, odd, over):
+    ranks.wrap = WORLDS[over](ranks)
+    alter, *found = CHANGES[change]
     module = net()
-    if ranks.rank == 2:
+    if ranks.rank == odd:
         alter(module)
-    words = mismatch(ranks, module)
+    words = mismatch(ranks, module, init_sync=change != "renamed")
     assert words.startswith("DDP expects same model across all ranks, but rank 0 has ")
-    first, second = words.split(" where rank 2 has ")
+    first, second = words.split(f" where rank {odd or 1} has ")
+    here, there = found if odd else reversed(found)
     assert here in first, words
     assert there in second, words
-    said = "params[4] of rank 2 appears not to match sizes of the same"
+    said = f"params[4] of rank {odd or 1} appears not to match sizes of the same"
     assert (said in second) is (change == "shape"), words
-
-
-@on_ranks(3)
-def test_the_odd_one_is_named_where_it_is_rank_0(ranks):
-    module = net()
-    if ranks.rank == 0:
-        module.append(nn.Linear(2, 2))
-    words = mismatch(ranks, module)
-    assert "rank 0 has parameter '3.weight'" in words
-    assert "rank 1 has buffer '1.running_mean'" in words
-
-
-def test_models_are_compared_without_the_first_synchronisation_too(ranks):
-    """Otherwise ranks would average gradients of different parameters."""
-    module = net()
-    if ranks.rank == 1:
-        module._modules["end"] = module._modules.pop("2")  # rename a child
-    mismatch(ranks, module, init_sync=False)
 
 
 # ---- options that differ ------------------------------------------------------------
@@ -108,6 +123,8 @@ OPTIONS = {
     "broadcast_buffers": (True, False),
     "forward_sync_buffers": (True, False),
     "init_sync": (True, False),
+    "strict": (True, False),
+    "mixed_precision": (_MixedPrecision(torch.float16), _MixedPrecision()),
 }
 
 
@@ -148,8 +165,9 @@ ON_ONE = {
 }
 
 
-@on_ranks(3, what=[*ON_ONE])
-def test_what_one_rank_cannot_wrap_is_an_error_on_every_rank(ranks, what):
+@on_ranks(3, what=[*ON_ONE], over=[*WORLDS])
+def test_what_one_rank_cannot_wrap_is_an_error_on_every_rank(ranks, what, over):
+    ranks.wrap = WORLDS[over](ranks)
     change, kind, words = ON_ONE[what]
     module, options = net(), {}
     if ranks.rank == 2 and isinstance(change, dict):

@@ -3,22 +3,18 @@
 torch's own tests in ../upstream cover accumulation and uneven inputs with a hook.
 """
 
-import warnings
-
 import torch
 from cases import (
-    Twin,
+    Branches,
     as_torch,
     assert_equal,
     integer_weights,
-    net,
     skip_without_complex,
-    train,
 )
 from hook_cases import OWN, by_hand, hooked, mlp, reduced, trained
+from sparse_cases import ByHand, Optional, Words, words_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils.checkpoint import checkpoint
 
 # ---- models and options -------------------------------------------------------------
 
@@ -84,6 +80,7 @@ def test_odd_parameters_give_the_bits_of_torch_with_a_hook(ranks, wrap, hook):
 
 def test_views_of_odd_gradients_have_the_shapes_and_strides_of_parameters(ranks):
     """torch's views of complex gradients have only half of their elements."""
+    seen = []
 
     def hook(state, bucket):
         for gradient, parameter in zip(
@@ -92,70 +89,28 @@ def test_views_of_odd_gradients_have_the_shapes_and_strides_of_parameters(ranks)
             assert gradient.shape == parameter.shape
             assert gradient.stride() == parameter.stride()
             assert gradient.dtype == parameter.dtype
-            gradient.mul_(2)
-        return reduced(state, bucket)
+            gradient.fill_(3)
+            seen.append(parameter)
+        return by_hand(state, bucket)
 
-    plain = Odd()
-    ours = ranks.wrap(Odd())
-    ours.register_comm_hook(ranks.group, hook)
-    x = torch.randn(2, 3, 8, 8, generator=ranks.generator("images"))
-    for model in (plain, ours):
-        model(x).square().sum().backward()
-    for (name, p), mine in zip(
-        plain.named_parameters(), ours.parameters(), strict=True
-    ):
-        if p.requires_grad:
-            # Multiply by a half: old torch versions divide complex numbers inexactly.
-            mean = sum(row * 0.5 for row in ranks.all(p.grad * 2))
-            assert_equal(mine.grad, mean, f"the gradient of {name}")
-
-
-class Branches(nn.Module):
-    """Has two branches; a rank uses one of them, or none."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.trunk = nn.Linear(6, 100)
-        self.left, self.right = nn.Linear(100, 100), nn.Linear(100, 2)
-        self.never = nn.Linear(2, 2)
-        self.choice = 0
-
-    def forward(self, x):
-        x = self.trunk(x).tanh()
-        if self.choice == 0:
-            return self.left(x)
-        return self.right(x) if self.choice == 1 else x
+    model = hooked(ranks, ranks.wrap, Odd(), hook)
+    model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    assert {*seen} == {p for p in model.parameters() if p.requires_grad}
+    for p in seen:
+        assert_equal(p.grad, torch.full_like(p, 3), "what the hook has written")
 
 
 @as_torch()
 def test_parameters_that_a_rank_leaves_out_give_the_bits_of_torch(ranks, wrap):
-    def loss(model, x):
-        model.module.choice = int(x[0, 0].item()) % 3
-        return model(x).square().sum()
+    """The second layer is used by both ranks, by either of them, or by none."""
 
-    def data(step):
-        x = torch.randn(3, 6, generator=ranks.generator("data", step))
-        x[0, 0] = abs(step + ranks.rank)
-        return x
+    def loss(model, step):
+        x = ranks.integers(3, 2, key=step)
+        return model(x, both=not step >> ranks.rank & 1).square().sum()
 
     hook = default_hooks.allreduce_hook
     model = hooked(ranks, wrap, Branches(), hook, find_unused_parameters=True)
-    yield from trained(ranks, model, steps=7, loss=loss, data=data)
-    assert model.module.never.weight.grad is None
-
-
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(6)
-        self.table = nn.EmbeddingBag(50, 8, sparse=True, mode="sum")
-        self.more = nn.Embedding(20, 8, sparse=True)
-        self.out = nn.Linear(8, 2)
-
-    def forward(self, x):
-        # A plain sum would give both tables gradients in one memory, divided twice.
-        return self.out(self.table(x).tanh() + self.more(x[:, 0] % 20) * 2)
+    yield from trained(ranks, model, steps=7, loss=loss, data=lambda step: step)
 
 
 def sparse_alone(state, bucket):
@@ -165,11 +120,8 @@ def sparse_alone(state, bucket):
 
 @as_torch(hook=[default_hooks.allreduce_hook, sparse_alone])
 def test_sparse_gradients_give_the_values_of_torch_with_a_hook(ranks, wrap, hook):
-    def data(step):
-        return torch.randint(50, (4, 3), generator=ranks.generator("words", step))
-
     model = hooked(ranks, wrap, Words(), hook)
-    yield from trained(ranks, model, data=data)
+    yield from trained(ranks, model, data=lambda step: words_of(ranks, key=step))
     assert model.module.table.weight.grad.is_sparse
 
 
@@ -201,28 +153,13 @@ def test_a_sparse_parameter_left_out_by_a_rank_counts_as_zeros(ranks):
         kinds.append((bucket.buffer().is_sparse, bucket.is_last()))
         return by_hand(state, bucket)
 
-    table = nn.Embedding(10, 2, sparse=True)
-    module = integer_weights(nn.ModuleDict({"table": table, "out": nn.Linear(2, 1)}))
-    model = ranks.wrap(Halves(module))
-    model.register_comm_hook(ranks.group, hook)
+    both = ByHand(ranks, Optional())
+    both.ours.register_comm_hook(ranks.group, hook)
     for step in range(3):
-        model.zero_grad()
+        both.zero()
         kinds.clear()
-        model(torch.tensor([step, 5]), ranks.rank == 0).backward()
+        both.step(words_of(ranks, n=12 * (ranks.rank == 0), key=step))
         assert kinds == [(False, False), (True, True)]
-        row = table.weight.grad.to_dense()[5]
-        expected = module["out"].weight[0] / 2
-        assert torch.equal(row, expected)
-
-
-class Halves(nn.Module):
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = parts
-
-    def forward(self, x, uses_table):
-        rows = self.parts["table"](x) if uses_table else torch.ones(2, 2)
-        return self.parts["out"](rows).sum()
 
 
 # ---- loops --------------------------------------------------------------------------
@@ -243,43 +180,3 @@ def test_a_hook_may_come_after_some_steps(ranks, wrap):
         model.register_comm_hook(ranks.group, hook)
     yield from trained(ranks, model, steps=3)
     assert len(seen) >= 3 or wrap != ranks.wrap
-
-
-class Saved(nn.Module):
-    """A module with each part checkpointed."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.body, self.reentrant = mlp(), reentrant
-
-    def forward(self, x):
-        for part in self.body:
-            x = checkpoint(part, x, use_reentrant=self.reentrant)
-        return x
-
-
-@as_torch(reentrant=[False, True])
-def test_checkpoints_work_with_a_hook(ranks, wrap, reentrant):
-    def data(step):
-        x = torch.randn(3, 6, generator=ranks.generator("data", step))
-        return x.requires_grad_()
-
-    model = hooked(ranks, wrap, Saved(reentrant), default_hooks.allreduce_hook)
-    yield from trained(ranks, model, data=data)
-
-
-def test_a_recorded_backward_works_with_a_hook(ranks):
-    """It fails with torch's class."""
-    twin = Twin(ranks, net())
-    twin.ours.register_comm_hook(ranks.group, default_hooks.allreduce_hook)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(twin, ranks, create_graph=True)
-    twin.zero()
-
-
-@as_torch()
-def test_a_compiled_model_works_with_a_hook(ranks, wrap):
-    model = hooked(ranks, wrap, mlp(), default_hooks.fp16_compress_hook)
-    compiled = torch.compile(model, backend="aot_eager")
-    yield from trained(ranks, model, 3, lambda _, x: compiled(x).sum())

@@ -5,41 +5,17 @@ import time
 
 import torch
 from cases import (
+    Terms,
     Twin,
     as_torch,
     factors,
     grads_of,
     on_gpus_too,
     on_ranks,
-    skip_without_complex,
 )
 from torch import nn
 
 SHAPES = [(3,), (100, 50), (1,), (200, 100), (7, 5), (300, 90), (64,), (2, 3, 4, 5)]
-
-
-class Linear(nn.Module):
-    """Uses each parameter once, times a factor, which is therefore its gradient."""
-
-    def forward(self, factors, used=None):
-        total = 0
-        for i, (p, f) in enumerate(zip(self.parameters(), factors, strict=True)):
-            if used is None or i in used:
-                term = (p * f).sum()
-                term = term.real + 3 * term.imag if p.is_complex() else term
-                total = total + term.double()
-        return total
-
-
-class Wide(Linear):
-    """Has parameters of many sizes."""
-
-    def __init__(self, shapes=SHAPES, dtypes=(torch.float32,)):
-        super().__init__()
-        self.weights = nn.ParameterList(
-            torch.zeros(shape, dtype=dtypes[i % len(dtypes)])
-            for i, shape in enumerate(shapes)
-        )
 
 
 def linear_loss(ranks, key):
@@ -57,7 +33,7 @@ def normal(ranks, model, key):
 @on_gpus_too(3, cap=[0.013])
 @on_ranks(3, 8, cap=[1e-5, 0.013, 1000])
 def test_random_gradients_have_the_same_bits_on_every_rank(ranks, cap):
-    model = ranks.wrap(Wide(), bucket_cap_mb=cap)
+    model = ranks.wrap(Terms(SHAPES), bucket_cap_mb=cap)
     naps = ranks.generator("naps")
 
     def nap(gradient):
@@ -76,7 +52,7 @@ def test_random_gradients_have_the_same_bits_on_every_rank(ranks, cap):
 @on_ranks(3)
 def test_sums_are_taken_in_rank_order(ranks):
     """Then two runs give the same bits."""
-    twin = Twin(ranks, Wide())
+    twin = Twin(ranks, Terms(SHAPES))
     tensors = normal(ranks, twin.plain, 0)
     for _ in range(2):
         twin.zero()
@@ -89,26 +65,14 @@ FLOATS = ["float32", "float64", "bfloat16", "float16", "complex64", "complex128"
 # ---- types and layouts --------------------------------------------------------------
 
 
-@as_torch(dtype=FLOATS)
-def test_every_type_is_averaged_as_torch_averages_it(ranks, wrap, dtype):
-    kind = getattr(torch, dtype)
-    if kind.is_complex:
-        skip_without_complex()
-    model = wrap(Wide(dtypes=[kind]), bucket_cap_mb=0.1)
-    for step in range(3):
-        model.zero_grad(set_to_none=step != 1)
-        linear_loss(ranks, step)(model).backward()
-        yield grads_of(model)
-
-
-class Turned(Wide):
+class Turned(Terms):
     """Gets gradients in the opposite memory order."""
 
     def forward(self, factors):
         return super().forward([f.t().contiguous().t() for f in factors])
 
 
-class Sums(Wide):
+class Sums(Terms):
     """Gets gradients that are one expanded number: their strides are zero."""
 
     def forward(self, factors):
@@ -116,10 +80,10 @@ class Sums(Wide):
 
 
 ODD = {
-    "of mixed types": lambda: Wide(SHAPES * 2, [getattr(torch, f) for f in FLOATS]),
+    "of mixed types": lambda: Terms(SHAPES * 2, [getattr(torch, f) for f in FLOATS]),
     "in other strides": lambda: Turned([(200, 100), (3, 4), (90, 100)]),
     "that are expanded": lambda: Sums([(200, 100), (3, 4)]),
-    "without elements or dimensions": lambda: Wide([(), (0,), (3, 0), (5,), (0, 7)]),
+    "without elements or dimensions": lambda: Terms([(), (0,), (3, 0), (5,), (0, 7)]),
 }
 
 
@@ -141,7 +105,7 @@ def strides(tensor):
 @on_gpus_too()
 @as_torch()
 def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks, wrap):
-    net = Linear()
+    net = Terms([])
     net.convolutions = nn.ModuleList([nn.Conv2d(8, 64, 3), nn.Conv2d(3, 2, 1)])
     net = net.to(memory_format=torch.channels_last)
     net.turned = nn.Parameter(torch.zeros(200, 100).t())
@@ -162,7 +126,7 @@ def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks, wrap):
 
 @on_gpus_too()
 def test_a_gradient_of_the_users_own_in_other_strides_is_added_to(ranks):
-    twin = Twin(ranks, Wide([(200, 100), (3, 4)]))
+    twin = Twin(ranks, Terms([(200, 100), (3, 4)]))
     for step in range(3):
         for model in (twin.plain, twin.ours):
             for p in model.parameters():

@@ -19,7 +19,7 @@ from cases import (
     on_ranks,
     step_of,
 )
-from join_cases import CONTEXTS, FIND, Wide, context_of, train
+from join_cases import CONTEXTS, FIND, Wide, context_of, steps_over_active, train
 from paceline._ddp import join
 from support.failing import FailsInBackward
 from support.ranks import run_ranks
@@ -62,13 +62,6 @@ def test_early_termination_raises_everywhere_in_the_words_of_torch(
     yield None
 
 
-@as_torch(context=CONTEXTS)
-def test_early_termination_lets_even_ranks_through(ranks, wrap, context):
-    model = wrap(Wide(), **FIND)
-    yield train(model, ranks, context, 2, throw_on_early_termination=True)
-    yield [*model.parameters()]
-
-
 class Talkative(Wide):
     """Its forward issues a collective and counts its calls."""
 
@@ -89,8 +82,8 @@ def test_early_termination_comes_before_the_collectives_of_the_module(ranks, wra
     yield model.module.n_forwards
 
 
-@as_torch()
-def test_early_termination_counts_forwards_as_torch_does(ranks, wrap):
+@as_torch(context=CONTEXTS, more=[0, 2])
+def test_early_termination_counts_forwards_as_torch_does(ranks, wrap, context, more):
     def step(model, i):
         with model.no_sync() if i == 0 else contextlib.nullcontext():
             model(ranks.integers(3, 100, key=i)).backward()
@@ -98,11 +91,12 @@ def test_early_termination_counts_forwards_as_torch_does(ranks, wrap):
             model(ranks.integers(3, 100))
 
     model = wrap(Wide(), **FIND)
-    n_steps = 2 + 2 * ranks.rank
-    with pytest.raises(RuntimeError, match="exhausted"):
-        train(model, ranks, "join()", n_steps, step, throw_on_early_termination=True)
-    if ranks.rank == 0:
-        yield grads_of(model)  # the last step's
+    n_steps = 2 + more * ranks.rank
+    fails = pytest.raises(RuntimeError, match="exhausted")
+    with fails if more else contextlib.nullcontext():
+        train(model, ranks, context, n_steps, step, throw_on_early_termination=True)
+    if ranks.rank == 0 or not more:
+        yield [*grads_of(model), *model.parameters()]  # after the last step
 
 
 def leave(model, ranks, context, where, **options):
@@ -112,61 +106,49 @@ def leave(model, ranks, context, where, **options):
         for i in range(n_batches):
             if ranks.rank == 1 and i == 1 and where == "between steps":
                 raise KeyError("my own words")
-            model.module.is_bad = ranks.rank == 1 and i == 1 and where == "in forward"
+            is_bad = ranks.rank == 1 and i == 1 and where == "in forward"
+            model.module.where = where if is_bad else None
             model(ranks.integers(3, 100, key=i)).backward()
 
 
-class Bad(Wide):
-    is_bad = False
+class Fails(Wide):
+    """Raises on request, in its forward or in its backward."""
+
+    where = None
 
     def forward(self, x):
-        if self.is_bad:
+        if self.where == "in forward":
             raise KeyError("my own words")
-        return super().forward(x)
+        out = super().forward(x)
+        return FailsInBackward.apply(out, KeyError) if self.where else out
 
 
-@on_ranks(3, where=["between steps", "in forward"])
-def test_an_exception_in_a_join_reaches_every_rank_and_is_overcome(ranks, where):
-    model = ranks.wrap(Bad())
+@on_ranks(3, where=["between steps", "in forward"], early=[False, True])
+def test_an_exception_in_a_join_reaches_every_rank_and_is_overcome(ranks, where, early):
+    model = ranks.wrap(Fails())
+    options = {"throw_on_early_termination": True} if early else {}
+    kind, words = paceline.PeerError, r"(?s)rank 1.*my own words"
+    if ranks.rank == 1:
+        kind, words = KeyError, "my own words"
     for _ in range(2):
-        assert_left(ranks, model, where)
+        with pytest.raises(kind, match=words):
+            leave(model, ranks, "join()", where, **options)
     rows = ranks.all(ranks.integers(3, 100))
-    model.module.is_bad = False
+    model.module.where = None
     model.zero_grad()
     model(rows[ranks.rank]).backward()
     total = sum(x.sum(0) for x in rows)
     assert torch.equal(model.module.large.weight.grad, (total / 3).expand(200, 100))
 
 
-@on_ranks(3)
-def test_an_exception_reaches_ranks_that_ask_for_early_termination(ranks):
-    model = ranks.wrap(Bad())
-    assert_left(ranks, model, "between steps", throw_on_early_termination=True)
-
-
-def assert_left(ranks, model, where, **options):
-    kind, words = paceline.PeerError, r"(?s)rank 1.*my own words"
-    if ranks.rank == 1:
-        kind, words = KeyError, "my own words"
-    with pytest.raises(kind, match=words):
-        leave(model, ranks, "join()", where, **options)
-
-
-class FailsLate(Wide):
-    is_bad = False
-
-    def forward(self, x):
-        out = super().forward(x)
-        return FailsInBackward.apply(out, KeyError) if self.is_bad else out
-
-
 @on_ranks(3, context=CONTEXTS, raises=[False, True])
 def test_steps_that_fail_in_a_join_do_not_end_it(ranks, context, raises):
     """Every rank catches the error, and goes on; the last step fails, too."""
-    model, taken = ranks.wrap(FailsLate()), []
+    model, taken = ranks.wrap(Fails()), []
 
     def step(model, i):
-        model.module.is_bad = i % 2 == 1 and i // 2 == ranks.rank
+        fails_here = i % 2 == 1 and i // 2 == ranks.rank
+        model.module.where = "in backward" if fails_here else None
         fails = pytest.raises((KeyError, paceline.PeerError))
         with fails if i % 2 == 1 else contextlib.nullcontext():
             model(ranks.integers(3, 100, key=i)).backward()
@@ -231,16 +213,12 @@ def test_a_model_changed_after_a_rank_has_joined_is_refused(ranks):
 
 def test_a_model_changed_on_every_rank_joins_as_it_is_then(ranks):
     model = ranks.wrap(Wide())
-    xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(3)]
     with model.join(divide_by_initial_world_size=False):
-        for i in range(3 - ranks.rank):
-            if i == 1:
-                model.module.small.bias = nn.Parameter(torch.zeros(3))
-            model.zero_grad()
-            model(xs[i][ranks.rank]).backward()
-            active = [0] if i == 2 else [0, 1]
-            expected = mean_over([xs[i][r].sum(0) for r in active]).expand(200, 100)
+        for i, mean in steps_over_active(ranks, model, [3, 2]):
+            expected = mean.expand(200, 100)
             assert_equal(model.module.large.weight.grad, expected, f"step {i}")
+            if i == 0:
+                model.module.small.bias = nn.Parameter(torch.zeros(3))
     ranks.assert_same(list(model.parameters()), "parameters")
 
 
@@ -290,8 +268,9 @@ class Table(nn.Module):
         self.table = nn.Embedding(9, 40, sparse=True)
         self.dense = nn.Linear(80, 300)
 
-    def forward(self, rows, factor):
-        return factor * self.table(rows).sum() + self.dense.weight.sum()
+    def forward(self, rows, factor, is_dense=False):
+        out = self.table(rows).sum() + (self.table.weight.sum() if is_dense else 0)
+        return factor * out + self.dense.weight.sum()
 
 
 @on_ranks(context=CONTEXTS, over=["initial", "active"])
@@ -318,35 +297,21 @@ def test_rows_of_sparse_gradients_are_averaged_in_a_join(ranks, context, over):
     ranks.assert_same(list(model.parameters()), "the model")
 
 
-class Wordy(nn.Module):
-    """A table declared sparse, which is looked up, or also multiplied with."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(3, 2, sparse=True)
-        self.large = nn.Linear(100, 200)
-
-    def forward(self, x, is_dense):
-        out = self.table(torch.tensor([0])).sum() + self.large.weight.sum()
-        return x * (out + self.table.weight.sum() if is_dense else out)
-
-
 @on_ranks(last=["dense", "sparse"])
 def test_a_joined_rank_keeps_the_dense_gradient_of_a_sparse_table(ranks, last):
-    model = ranks.wrap(integer_weights(Wordy()))
+    model = ranks.wrap(integer_weights(Table()))
     weight = model.module.table.weight
     with model.join():
         for step in range(1 + 2 * ranks.rank):
             model.zero_grad()
-            model(float(4**step), step == 0 or last == "dense").backward()
+            is_dense = step == 0 or last == "dense"
+            model(torch.tensor([0]), float(4**step), is_dense).backward()
         kept, value = weight.grad, weight.grad.to_dense().clone()
-    rows = torch.tensor([[2.0, 2.0], [1.0, 1.0], [1.0, 1.0]])
-    if ranks.rank == 0:
-        expected = rows
-    elif last == "dense":
-        expected = 8 * rows
-    else:
-        expected = 8 * torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    expected = torch.zeros(9, 40)
+    expected[0] = 1
+    if ranks.rank == 0 or last == "dense":
+        expected += 1
+    expected *= 8 if ranks.rank else 1
     assert weight.grad is kept
     assert_equal(weight.grad.to_dense(), value, "what was kept")
     assert_equal(value, expected, "the gradient")

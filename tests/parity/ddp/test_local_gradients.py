@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import (
+    Terms,
     apart,
     as_torch,
     assert_equal,
@@ -30,17 +31,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 SMALL, LARGE = (3, 2), (120, 100)
-
-
-class Terms(nn.Module):
-    """Sums parameters times factors: the factors are the gradients."""
-
-    def __init__(self, shapes=(SMALL, LARGE, (4,)), dtype=torch.float32):
-        super().__init__()
-        self.terms = nn.ParameterList(torch.zeros(s, dtype=dtype) for s in shapes)
-
-    def forward(self, factors):
-        return sum((p * f).sum() for p, f in zip(self.terms, factors, strict=True))
+SHAPES = [SMALL, LARGE, (4,)]
 
 
 # ---- hooks of the user --------------------------------------------------------------
@@ -62,23 +53,25 @@ CHANGES = {"clip": clip, "clip on rank 1": clip, "replace": replace, "drop": dro
 
 
 @on_gpus_too(change=["clip"], when=["before", "after"])
-@as_torch(change=[*CHANGES], when=["before", "after", "between"])
+@as_torch(change=[*CHANGES], when=["before", "after", "between", "removed"])
 def test_hooks_change_the_gradient_before_it_is_averaged(ranks, wrap, change, when):
-    module = Terms()
+    module, handles = Terms(SHAPES), []
 
     def register():
         # If every rank drops it, torch sets zeros, and we keep the old gradient.
         if ranks.rank == {"drop": 1, "clip on rank 1": 0}.get(change):
             return
         for p in module.parameters():
-            p.register_post_accumulate_grad_hook(CHANGES[change])
+            handles.append(p.register_post_accumulate_grad_hook(CHANGES[change]))
 
     if when == "before":
         register()
     model = wrap(module)
-    if when == "after":
+    if when in ("after", "removed"):
         register()
     for step in range(3):
+        while when == "removed" and step > 0 and handles:
+            handles.pop().remove()
         loss = model(factors(ranks, model, step))
         if when == "between" and step == 0:
             register()
@@ -89,7 +82,7 @@ def test_hooks_change_the_gradient_before_it_is_averaged(ranks, wrap, change, wh
 
 @as_torch()
 def test_hooks_see_what_hooks_before_them_have_made(ranks, wrap):
-    model, found = wrap(Terms()), []
+    model, found = wrap(Terms(SHAPES)), []
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(replace)
         p.register_post_accumulate_grad_hook(lambda q: found.append(q.grad.sum()))
@@ -100,7 +93,7 @@ def test_hooks_see_what_hooks_before_them_have_made(ranks, wrap):
 
 @as_torch()
 def test_a_hook_may_replace_the_gradients_of_other_parameters(ranks, wrap):
-    model = wrap(Terms())
+    model = wrap(Terms(SHAPES))
     every = list(model.parameters())
 
     def replace_all(_):
@@ -129,13 +122,14 @@ class Drops(torch.autograd.Function):
 @on_ranks(by=["a hook", "a Function"])
 def test_a_gradient_that_is_dropped_on_every_rank_stays_none(ranks, by):
     """torch sets zeros."""
-    module = Terms()
+    module = Terms(SHAPES)
     terms = list(module.terms)
     if by == "a hook":
         terms[1].register_post_accumulate_grad_hook(drop)
     else:
+        parts = [terms[0], Drops.apply(terms[1]), terms[2]]
         module.forward = lambda factors: Terms.forward(
-            SimpleNamespace(terms=[terms[0], Drops.apply(terms[1]), terms[2]]), factors
+            SimpleNamespace(parameters=lambda: parts), factors
         )
     for wrap, dropped in ((ranks.wrap_by_torch, 0.0), (ranks.wrap, None)):
         model = wrap(module)
@@ -144,17 +138,6 @@ def test_a_gradient_that_is_dropped_on_every_rank_stays_none(ranks, by):
         found = terms[1].grad
         assert (found if found is None else found.abs().max().item()) == dropped
         ranks.assert_same([terms[0].grad, terms[2].grad], "gradients")
-
-
-@as_torch()
-def test_a_hook_that_is_removed_counts_no_longer(ranks, wrap):
-    model = wrap(Terms())
-    handles = [p.register_post_accumulate_grad_hook(clip) for p in model.parameters()]
-    model(factors(ranks, model, 0)).backward()
-    for handle in handles:
-        handle.remove()
-    model(factors(ranks, model, 1)).backward()
-    yield grads_of(model)
 
 
 # ---- lazy conjugates and signs ------------------------------------------------------
@@ -212,12 +195,12 @@ def test_gradients_that_are_yet_to_be_conjugated_are_averaged(
 def test_a_gradient_may_be_conjugated_by_its_owner(ranks, wrap):
     """Between two backwards, and on only one rank."""
     skip_without_complex()
-    model = wrap(Terms((SMALL, LARGE), torch.complex64))
-    model(factors(ranks, model, 0)).backward(torch.tensor(1 + 1j))
+    model = wrap(Terms([SMALL, LARGE], [torch.complex64]))
+    model(factors(ranks, model, 0)).backward()
     if ranks.rank == 0:
         for p in model.parameters():
             p.grad = p.grad.clone().conj()
-    model(factors(ranks, model, 1)).backward(torch.tensor(1 - 2j))
+    model(factors(ranks, model, 1)).backward()
     yield grads_of(model)
 
 
@@ -225,7 +208,7 @@ def test_a_gradient_may_be_conjugated_by_its_owner(ranks, wrap):
 def test_a_hook_of_a_node_may_conjugate_a_gradient_in_place(ranks, wrap):
     """The native code has read the gradient before."""
     skip_without_complex()
-    terms = Terms((SMALL, (4,)), torch.complex64)
+    terms = Terms([SMALL, (4,)], [torch.complex64])
     nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in terms.parameters()]
     model = wrap(terms)
 
@@ -234,7 +217,7 @@ def test_a_hook_of_a_node_may_conjugate_a_gradient_in_place(ranks, wrap):
 
     for node, p in zip(nodes, terms.parameters(), strict=True):
         node.register_hook(partial(conjugate, p))
-    model(factors(ranks, model, 0)).backward(torch.tensor(1 + 2j))
+    model(factors(ranks, model, 0)).backward()
     yield [p.grad for p in model.parameters()]
 
 
@@ -260,7 +243,7 @@ def test_subclasses_are_not_asked_for_a_lazy_sign(ranks, wrap):
 @as_torch(view=[False, True])
 def test_gradients_of_one_rank_may_have_a_lazy_sign(ranks, wrap, view):
     """Only a private function of torch gives a large gradient such a sign."""
-    terms = Terms(((), SMALL, LARGE), torch.float32)
+    terms = Terms([(), SMALL, LARGE])
     for p in terms.parameters() if ranks.rank == 0 else ():
         p.register_hook(lambda grad: torch._neg_view(-grad))
     model = wrap(terms, gradient_as_bucket_view=view)
@@ -312,7 +295,7 @@ LIMIT = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 @as_torch(dtype=LIMIT)
 def test_averages_of_the_largest_gradients_are_finite(ranks, wrap, dtype):
-    model = wrap(Terms(dtype=dtype))
+    model = wrap(Terms(SHAPES, [dtype]))
     largest = torch.finfo(dtype).max
     model([torch.full_like(p, largest) for p in model.parameters()]).backward()
     yield grads_of(model)
@@ -481,31 +464,20 @@ def test_gradients_kept_from_a_local_backward_are_averaged_in_place(ranks, wrap,
         yield [*kept, are_kept(model, kept)]
 
 
-class Either(nn.Module):
-    """Uses one of two nets, or both."""
-
-    def __init__(self):
-        super().__init__()
-        self.nets = nn.ModuleList([make(), make()])
-
-    def forward(self, x, which):
-        return sum(self.nets[i](x) for i in which)
-
-
 USED = {
-    "by one rank": [[0, 1], [1]],
-    "by none": [[1], [1]],
-    "by each alone": [[0], [1]],
+    "by one rank": [None, {0, 2}],
+    "by none": [{0, 2}, {0, 2}],
+    "by each alone": [{0, 2}, {1, 2}],
 }
 
 
 @as_torch(used=[*USED])
 def test_a_kept_gradient_of_what_is_used_by_some_ranks_stays(ranks, wrap, used):
-    model = wrap(Either(), find_unused_parameters=True)
-    model(data(ranks, 0), [0, 1]).sum().backward()
+    model = wrap(Terms(SHAPES), find_unused_parameters=True)
+    model(factors(ranks, model, 0)).backward()
     kept = [p.grad for p in model.parameters()]
     for step in range(3):
-        model(data(ranks, step), USED[used][ranks.rank]).sum().backward()
+        model(factors(ranks, model, step, USED[used][ranks.rank])).backward()
         yield [*kept, are_kept(model, kept)]
 
 
@@ -532,16 +504,6 @@ def test_gradients_kept_over_checkpoints_are_averaged_in_place(
     for step in range(3):
         model(data(ranks, step).requires_grad_()).sum().backward()
         yield [flat, are_kept(model, views)]
-
-
-@as_torch()
-def test_as_bucket_views_gradients_are_exchanged_as_torch_exchanges_them(ranks, wrap):
-    model = wrap(make(), gradient_as_bucket_view=True)
-    for step in range(3):
-        model(data(ranks, step)).sum().backward()
-        yield grads_of(model)
-        for p in model.parameters():
-            p.grad.zero_()
 
 
 def test_a_large_gradient_cannot_grow_in_place(ranks):

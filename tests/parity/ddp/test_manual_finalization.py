@@ -10,17 +10,16 @@ from cases import (
     assert_equal,
     assert_same_grads,
     grads_of,
-    has_argument,
     net,
     on_gpus_too,
     on_ranks,
+    skip_without_argument,
 )
 from surface_cases import Counting, X
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
-IS_TORCHS = has_argument("lazy_bucket_allocation")
 NOT_REQUIRED = (
     "finalize_backward() called but manual backward finalization is not required. Set "
     "require_manual_backward_finalization to true first."
@@ -45,6 +44,12 @@ LATE = (
 def manual(model):
     model.require_manual_backward_finalization = True
     return model
+
+
+def wrap_of(ranks, by):
+    if by == "torch":
+        skip_without_argument("lazy_bucket_allocation")
+    return ranks.wrap if by == "ours" else ranks.wrap_by_torch
 
 
 def words_of(call):
@@ -104,6 +109,7 @@ def test_gradients_dropped_before_the_end_come_back_averaged(ranks, group):
         for model in models:
             model(ranks.integers(3, 6, key=step)).sum().backward()
         models[0].zero_grad()
+        dist.all_reduce(torch.ones(1), group=ranks.group)  # a collective of the user
         models[0].finalize_backward()
         assert_same_grads(*models)
         models[1].zero_grad()
@@ -124,17 +130,6 @@ def test_gradients_accumulate_without_a_call_under_no_sync(ranks):
                 with model.no_sync():  # says nothing of a step that is under way
                     model.finalize_backward()
         assert_same_grads(*models)
-
-
-def test_collectives_of_the_user_may_run_before_the_end(ranks):
-    model = manual(ranks.wrap(net()))
-    for step in range(3):
-        model.zero_grad()
-        model(ranks.integers(3, 6, key=step)).sum().backward()
-        total = torch.ones(1)
-        dist.all_reduce(total, group=ranks.group)
-        model.finalize_backward()
-        ranks.assert_same(grads_of(model), "gradients")
 
 
 @on_ranks(option=["find_unused_parameters", "static_graph", None])
@@ -226,9 +221,7 @@ ERRORS += [None, NOTHING, NOTHING, NOT_REQUIRED]
 
 @on_ranks(by=["ours", "torch"])
 def test_errors_are_in_the_words_of_torch(ranks, by):
-    if by == "torch" and not IS_TORCHS:
-        pytest.skip(f"torch {torch.__version__} has no finalize_backward()")
-    wrap = ranks.wrap if by == "ours" else ranks.wrap_by_torch
+    wrap = wrap_of(ranks, by)
     heard = [*errors_of(wrap(Branches()))]
     assert len(heard) == len(ERRORS)
     for said, words in zip(heard, ERRORS, strict=True):
@@ -237,9 +230,7 @@ def test_errors_are_in_the_words_of_torch(ranks, by):
 
 @on_ranks(by=["ours", "torch"])
 def test_a_call_before_all_gradients_are_there_fails_the_backward(ranks, by):
-    if by == "torch" and not IS_TORCHS:
-        pytest.skip(f"torch {torch.__version__} has no finalize_backward()")
-    model = manual((ranks.wrap if by == "ours" else ranks.wrap_by_torch)(net()))
+    model = manual(wrap_of(ranks, by)(net()))
     model(ranks.integers(3, 6)).sum().backward()
     model.finalize_backward()
     out = model(ranks.integers(3, 6))
@@ -306,9 +297,7 @@ def test_a_copy_ends_its_steps_as_its_original_does(ranks):
 
 @on_ranks(by=["ours", "torch"])
 def test_lazy_buckets_are_accepted_and_change_nothing(ranks, by):
-    if by == "torch" and not IS_TORCHS:
-        pytest.skip(f"torch {torch.__version__} has no lazy_bucket_allocation")
-    wrap = ranks.wrap if by == "ours" else ranks.wrap_by_torch
+    wrap = wrap_of(ranks, by)
     model, plain = wrap(net(), lazy_bucket_allocation=True), ranks.wrap(net())
     assert (model.lazy_bucket_allocation, plain.lazy_bucket_allocation) == (True, False)
     assert plain.should_finalize_after_backward is False

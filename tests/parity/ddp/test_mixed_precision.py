@@ -177,23 +177,9 @@ def output_of(model, *inputs):
     return getattr(out, "x", out)
 
 
-class Recomputes(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.own, self.reentrant = nn.Parameter(torch.ones(3)), reentrant
-
-    def forward(self, x):
-        def rest(x):
-            return self.second(x).tanh() @ self.own
-
-        return checkpoint(rest, self.first(x), use_reentrant=self.reentrant)
-
-
 MODELS = {
     "LSTM": (lambda: nn.LSTM(6, 5, num_layers=2), (2, 4, 6)),
     "BatchNorm": (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), (4, 6)),
-    "checkpoint": (lambda: Recomputes(reentrant=False), (4, 6)),
     "checkpoint, loss kept": (lambda: Keeps([Odd(), Odd()], [None, False]), (4, 6)),
     "odd parameters": (Odd, (4, 6)),
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(6, 3)), (4, 6)),
@@ -303,28 +289,28 @@ def test_parameters_are_whole_whenever_the_module_does_not_run(ranks):
         assert dtypes(grads_of(model)) == [WIDE] * 2
 
 
-@on_ranks(where=["forward", "backward"])
-def test_a_step_after_one_that_failed_is_right(ranks, where):
+@on_ranks()
+def test_a_step_after_a_backward_that_failed_is_right(ranks):
     class Fails(nn.Linear):
-        fails = None
+        fails = False
 
         def forward(self, x):
             out = super().forward(x)
-            if self.fails == "forward":
-                raise KeyError("on purpose")
             return FailsInBackward.apply(out, KeyError) if self.fails else out
 
     module = integer_weights(Fails(6, 3))
     kept, x = copy.deepcopy(module), ranks.integers(2, 6, key=1)
     with mixed(ranks.wrap, module) as model:
-        for fails in (None, where, None, where, None):
-            module.fails = fails
-            if fails is None:
-                step_by_hand(ranks, model, x, kept)
-                continue
-            with pytest.raises((KeyError, paceline.PeerError)):
+        for module.fails in (False, True, False, True, False):
+            model.zero_grad()
+            fails = pytest.raises((KeyError, paceline.PeerError))
+            with fails if module.fails else contextlib.nullcontext():
                 model(x).sum().backward()
-            assert dtypes(model.parameters()) == [WIDE] * 2
+                means = by_hand(
+                    ranks, kept, lambda low: low(x.half()).sum(), HALF, HALF
+                )
+                for mine, mean in zip(grads_of(model), means, strict=True):
+                    assert_equal(mine, mean, "a gradient")
 
 
 @on_gpus_too()
@@ -420,45 +406,6 @@ def test_sparse_gradients_are_refused_on_every_rank(ranks):
         pass
 
 
-def step_by_hand(ranks, model, x, kept, retain=False):
-    """Take a step of a model; check it with the same by hand."""
-    loss = model(x).sum()
-    if retain:
-        loss.backward(retain_graph=True)
-    model.zero_grad()
-    loss.backward()
-    means = by_hand(ranks, kept, lambda low: low(x.half()).sum(), HALF, HALF)
-    for mine, mean in zip(grads_of(model), means, strict=True):
-        assert_equal(mine, mean, "a gradient")
-
-
-@on_ranks()
-def test_a_tied_parameter_has_one_copy(ranks):
-    module = integer_weights(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
-    module[1].weight = module[0].weight
-    kept = copy.deepcopy(module)
-    with mixed(ranks.wrap, module) as model:
-        for step in range(2):
-            step_by_hand(ranks, model, ranks.integers(2, 6, key=step), kept)
-
-
-@on_ranks(view=[False, True])
-def test_micro_batches_are_averaged_once(ranks, view):
-    options = {"gradient_as_bucket_view": view}
-    weight = torch.zeros(1, 6)
-    with mixed(ranks.wrap, nn.Linear(6, 1, bias=False), **options) as model:
-        for step in range(4):
-            xs = [ranks.integers(1, 6, key=(step, micro)) for micro in range(3)]
-            with model.no_sync():
-                for x in xs[:2]:
-                    model(x).sum().backward()
-            assert_equal(model.module.weight.grad, weight + sum(xs[:2]), "local")
-            model(xs[2]).sum().backward()
-            mean = mean_over(ranks.all(weight + sum(xs)))
-            assert_equal(model.module.weight.grad, mean, f"step {step}")
-            model.zero_grad(set_to_none=step % 2 == 0)
-
-
 @on_ranks(has_method=[False, True])
 def test_what_is_ignored_keeps_its_dtype(ranks, has_method):
     class Ignores(nn.Module):
@@ -488,17 +435,6 @@ def test_what_is_ignored_keeps_its_dtype(ranks, has_method):
         assert_equal(module.some.own.grad, local, "ignored")
 
 
-@on_ranks(reentrant=[False, True])
-def test_what_is_computed_anew_in_backward_is_so_by_the_same_copies(ranks, reentrant):
-    torch.manual_seed(5)
-    module = Recomputes(reentrant)
-    kept = copy.deepcopy(module)
-    with mixed(ranks.wrap, module) as model:
-        for step in range(2):
-            step_by_hand(ranks, model, data(ranks, step), kept, retain=step == 1)
-        assert dtypes(model.parameters()) == [WIDE] * 5
-
-
 @on_ranks()
 def test_ranks_with_other_numbers_of_batches_join(ranks):
     with mixed(ranks.wrap, integer_weights(nn.Linear(6, 1, bias=False))) as model:
@@ -524,14 +460,6 @@ def test_a_copy_of_the_wrapper_does_the_same(ranks, how):
             each(x)[0].sum().backward()
         for mine, other in zip(grads_of(model), grads_of(copied), strict=True):
             assert_equal(mine, other, "a gradient")
-
-
-@on_ranks()
-def test_another_precision_on_a_rank_is_an_error_on_all(ranks):
-    dtype = [HALF, BRAIN][ranks.rank]
-    expected = pytest.raises(paceline.MismatchError, match="mixed_precision differs")
-    with expected, mixed(ranks.wrap, nn.Linear(6, 1), param=dtype):
-        pass
 
 
 @on_ranks()
@@ -614,18 +542,19 @@ def tied(parts):
 
 
 class Program:
-    """Statements on a wrapped module, and what they give by hand."""
+    """Every statement on a wrapped module, in a drawn order, and the same by hand."""
 
     def __init__(self, ranks, seed):
         self.ranks, self.seed, self.n_data = ranks, seed, 0
         self.same = random.Random(seed)
-        self.names = self.same.choices([*PARTS], k=self.same.randint(1, 4))
+        self.names = [[*PARTS][seed % len(PARTS)]]
+        self.names += self.same.choices([*PARTS], k=self.same.randint(0, 3))
         self.reentrant = [
             # Of a parameter with two uses each adds to .grad: rounded by itself.
             self.same.choice([None, False, *([True] if name != "tied" else [])])
             for name in self.names
         ]
-        self.place = self.same.choice(["tensor", "module", "object"])
+        self.place = ["tensor", "module", "object"][seed // 2 % 3]
         self.reduce = self.same.choice([BRAIN, WIDE])
         self.view = self.same.choice([False, True])
         self.master = self.make()
@@ -732,7 +661,7 @@ class Program:
             self.ranks.wrap, self.make(), BRAIN, self.reduce, BRAIN, **options
         )
         with wrapped as self.model:
-            for statement in [*self.same.choices(each, k=8), self.step]:
+            for statement in [*self.same.sample(each, len(each)), self.step]:
                 statement()
                 found = dtypes(self.model.parameters())
                 assert found == [WIDE] * len(found)

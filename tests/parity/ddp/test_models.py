@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from cases import (
     ON_HOSTS,
+    Counting,
     Twin,
     as_torch,
     assert_equal,
@@ -380,29 +381,6 @@ def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(rank
 # ---- buffers ------------------------------------------------------------------------
 
 
-class Counting(nn.Module):
-    """Has a buffer that identifies its rank and counts its writes."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        with torch.no_grad():
-            for p in self.linear.parameters():
-                p.fill_(1)
-        self.register_buffer("mark", torch.tensor([float(rank), 0.0]))
-        self.rank = rank
-        self.taken = None
-
-    def forward(self, x):
-        self.taken = self.mark.clone()
-        if self.training:
-            self.update()
-        return self.linear(x).sum()
-
-    def update(self):
-        self.mark.copy_(torch.tensor([float(self.rank), self.mark[1].item() + 1]))
-
-
 def x_of(ranks, key):
     return ranks.integers(2, 4, key=key)
 
@@ -429,21 +407,12 @@ class Turning(nn.Linear):
         return super().forward(x) * (self.phase + self.constant).imag
 
 
-@as_torch(who=[(0,), (1,), (0, 1)])
-def test_lazily_conjugated_buffers_come_from_rank_0(ranks, wrap, who):
-    skip_without_complex()
-    model = wrap(Turning(ranks.rank in who))
-    for _ in range(4):
-        model(torch.ones(1, 3)).sum().backward()
-        yield [*grads_of(model), *(b.resolve_conj() for b in model.buffers())]
-
-
 class OfHalves(nn.Linear):
     """Each rank has its own frozen parameter and buffer of complex32."""
 
-    def __init__(self, rank):
+    def __init__(self, value):
         super().__init__(3, 2)
-        halves = torch.full((2, 2, 2), rank + 1.5, dtype=torch.float16)
+        halves = torch.full((2, 2, 2), value + 0.5, dtype=torch.float16)
         frozen, phase = torch.view_as_complex(halves)
         self.frozen = nn.Parameter(frozen, requires_grad=False)
         self.register_buffer("phase", phase)
@@ -454,15 +423,18 @@ class OfHalves(nn.Linear):
         return super().forward(x)
 
 
-@as_torch()
-def test_complex_buffers_of_halves_come_from_rank_0(ranks, wrap):
+@as_torch(kind=[Turning, OfHalves], who=[(0,), (1,), (0, 1)])
+def test_complex_buffers_come_from_rank_0(ranks, wrap, kind, who):
     skip_without_complex()
     warnings.simplefilter("ignore")  # ComplexHalf is experimental
-    model = wrap(OfHalves(ranks.rank))
-    for step in range(3):
+    model = wrap(kind(ranks.rank + 1 if ranks.rank in who else 0))
+    for step in range(4):
         model(torch.full((1, 3), float(ranks.rank + step))).sum().backward()
-        halves = model.module.frozen, model.module.phase
-        yield [*grads_of(model), *(torch.view_as_real(h) for h in halves)]
+        tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_complex()]
+        yield [
+            *grads_of(model),
+            *(torch.view_as_real(t.resolve_conj()) for t in tensors),
+        ]
 
 
 class ByConjugate(nn.Module):

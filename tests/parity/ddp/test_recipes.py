@@ -1,4 +1,4 @@
-"""Run the training recipes of recipes.py with paceline and torch, and compare bits.
+"""Run training recipes as users write them with paceline and torch; compare bits.
 
 If torch's class cannot run a recipe, or is wrong, the reference is the plain module,
 averaged by hand, on small integers, so that sums are exact.  There are two ranks: both
@@ -7,6 +7,7 @@ libraries round a mean of two once.
 
 import copy
 import shutil
+import warnings
 
 import paceline
 import torch
@@ -20,28 +21,127 @@ from cases import (
     integer_weights,
     on_gpus_too,
     on_ranks,
-    skip_without_complex,
     step_of,
 )
-from recipes import ON_TORCH, Run
+from hook_cases import mlp, trained
 from support.copies import pickled, saved_and_loaded
+from support.threads import in_threads
 from torch import nn
+from torch.optim import swa_utils
+
+# ---- recipes that torch can run -----------------------------------------------------
 
 
-@on_gpus_too(
-    recipe=[
-        "projected_conflicting_gradients",
-        "adversarial_training",
-        "accumulation_with_clipping_and_a_scheduler",
-        "optimizers_of_every_kind",
-        "hooks_on_modules_and_tensors",
-    ]
-)
-@as_torch(recipe=[*ON_TORCH])
-def test_a_recipe_gives_the_bits_of_torch(ranks, wrap, recipe):
-    if "complex" in recipe:
-        skip_without_complex()
-    yield from ON_TORCH[recipe](Run(ranks, wrap))
+@as_torch()
+def test_weights_may_be_averaged_over_the_steps(ranks, wrap):
+    ddp = nn.parallel.DistributedDataParallel
+    kind = paceline.DistributedDataParallel if wrap == ranks.wrap else ddp
+    model = kind(nn.Sequential(nn.Linear(6, 130), nn.BatchNorm1d(130)))
+    average = swa_utils.AveragedModel(model)
+    for found in trained(ranks, model):
+        average.update_parameters(model)
+        yield [*found, *average.parameters()]
+    swa_utils.update_bn([ranks.integers(4, 6, key=i) for i in range(3)], average)
+    # torch sends rank 0's statistics here too; paceline sends them only with gradients.
+    yield [*average.buffers()] if ranks.rank == 0 else []
+
+
+@as_torch()
+def test_a_penalty_of_gradients_by_the_input_is_trained_on(ranks, wrap):
+    def loss(model, x):
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return model(x).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+    yield from trained(ranks, wrap(mlp()), loss=loss)
+
+
+OPTIMIZERS = {
+    "foreach Adam": lambda p: torch.optim.Adam(p, foreach=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, fused=True),
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, foreach=False),
+    "foreach RMSprop": lambda p: torch.optim.RMSprop(p, foreach=True),
+}
+
+
+@on_gpus_too()
+@as_torch(kind=[*OPTIMIZERS])
+def test_every_kind_of_optimizer_gives_the_bits_of_torch(ranks, wrap, kind):
+    model = wrap(mlp())
+    yield from trained(ranks, model, optimizer=OPTIMIZERS[kind](model.parameters()))
+
+
+def in_bfloat16(model, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+    return out.float().square().mean()
+
+
+class InAThread:
+    """A loss whose backward runs in another thread."""
+
+    def __init__(self, model, x):
+        self.loss = model(x).square().sum()
+
+    def backward(self):
+        in_threads(lambda _: self.loss.backward(), 1)
+
+
+@as_torch(loss=[in_bfloat16, InAThread])
+def test_a_backward_of_this_kind_gives_the_bits_of_torch(ranks, wrap, loss):
+    yield from trained(ranks, wrap(mlp()), loss=loss)
+
+
+class Tiny(nn.Module):
+    """Five hundred tiny parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList(torch.randn(i % 3 + 1) for i in range(500))
+
+    def forward(self, x):
+        return torch.cat(list(self.parts)).sin().sum() * x.mean()
+
+
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Linear(6, 130), nn.BatchNorm1d(130)))
+
+
+class Masked(nn.Linear):
+    """Its buffers are slices of larger tensors."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("mask", torch.ones(8, 8).tril()[:6, :6])
+        self.register_buffer("seen", torch.zeros(8, 8)[::2, 1::2])
+
+    def forward(self, x):
+        self.seen += x.detach().sum()
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+@as_torch(make=[Tiny, scripted, Masked])
+def test_a_model_of_this_kind_gives_the_bits_of_torch(ranks, wrap, make):
+    model = wrap(make())
+    yield from trained(ranks, model)
+    yield [*model.buffers()] if ranks.rank == 0 else []
+
+
+@on_gpus_too()
+@as_torch()
+def test_hooks_on_modules_and_tensors_see_what_those_of_torch_see(ranks, wrap):
+    model, seen = wrap(mlp()), []
+    model.register_full_backward_hook(lambda m, gi, go: seen.append(go[0].clone()))
+    model.register_forward_hook(lambda m, args, out: out * 2)
+    part = model.module[2]
+    part.register_full_backward_pre_hook(lambda m, go: (go[0] * 0.5,))
+    part.register_full_backward_hook(lambda m, gi, go: (gi[0] + 1,))
+    part.weight.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    yield from trained(ranks, model)
+    yield seen
 
 
 # ---- recipes that torch cannot run, or runs wrong ------------------------------------
@@ -84,35 +184,6 @@ def test_a_model_frozen_as_a_whole_runs_and_is_trained_again(ranks):
         twin.ours.requires_grad_(True)
         step(twin, key)
     assert twin.ours._session.world is world
-
-
-# ---- which backwards are synchronised ------------------------------------------------
-
-
-@on_ranks(order=["synchronised first", "synchronised last"])
-def test_each_forward_says_for_itself_whether_its_backward_is_synchronised(
-    ranks, order
-):
-    twin = Twin(ranks, exact())
-    for key in range(3):
-        twin.zero()
-        x = x_of(ranks, key)
-        if order == "synchronised first":
-            out = twin.ours(x).sum()
-            with twin.ours.no_sync():
-                twin.ours(x)  # no backward follows
-        else:
-            with twin.ours.no_sync():
-                local = twin.ours(x).sum()
-            out = twin.ours(x).sum()
-            local.backward()
-            first = next(twin.ours.parameters()).grad
-            assert not torch.equal(*ranks.all(first)), "what was local is averaged"
-            twin.zero()
-        twin.plain(x).sum().backward()
-        out.backward()
-        twin.average()
-        twin.check()
 
 
 class TwoHeads(nn.Module):

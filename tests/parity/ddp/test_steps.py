@@ -317,83 +317,47 @@ def test_a_kept_loss_on_one_rank_and_an_output_on_the_other_is_an_error(ranks):
 # ---- a rank's own exception ----------------------------------------------------------
 
 
-class FailsWhere(nn.Module):
-    """Raises on request, in its forward or in its backward."""
+class Fails(nn.Linear):
+    """Raises on request."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 128), nn.Linear(128, 128)])
-        self.last = nn.Linear(128, 1)
-        self.where = None
+    fails = True
 
     def forward(self, x):
-        for place, layer in zip(("late", "middle"), self.layers, strict=True):
-            x = self.fail(torch.relu(layer(x)), place)
-        if self.where == "forward":
+        if self.fails:
             raise MemoryError("no room for an activation")
-        return self.fail(self.last(x), "early")
-
-    def fail(self, x, place):
-        error = MemoryError("no room for a gradient")
-        return FailsInBackward.apply(x, error) if self.where == place else x
+        return super().forward(x)
 
 
+# For exceptions in other places see ../../ranks/test_drawn_exceptions.py.
 @as_torch(joins=[False, True])
 def test_each_rank_gets_its_own_exception_and_the_next_step_works(ranks, wrap, joins):
-    model = wrap(FailsWhere())
+    model = wrap(integer_weights(Fails(6, 200)))
     for again in range(3):
-        model.module.where = "forward"
         inside = model.join() if joins else contextlib.nullcontext()
         time.sleep(0.1 * ((ranks.rank + again) % ranks.n))  # the last rank differs
         with pytest.raises(MemoryError, match="for an activation"), inside:
-            model(data(ranks, again, size=8))
-    model.module.where = None
+            model(data(ranks, again))
+    model.module.fails = False
     if not joins:
-        yield step_of(model, data(ranks, "next", size=8))
+        yield step_of(model, data(ranks, "next"))
     elif wrap == ranks.wrap:  # torch's class may hang here
-        grads = step_of(model, data(ranks, "next", size=8))
+        grads = step_of(model, data(ranks, "next"))
         ranks.assert_same(grads, "gradients")
-
-
-@on_gpus_too(where=["middle"], bad=[2])
-@on_ranks(3, where=["early", "middle", "late"], bad=[0, 2])
-def test_training_goes_on_after_an_exception_that_one_rank_catches(ranks, where, bad):
-    torch.manual_seed(7)
-    model = ranks.wrap(FailsWhere())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = MemoryError, "^no room for a gradient"
-    if ranks.rank != 1:
-        words = r"the step of rank 1\b.* failed(?s:.*)no room for a gradient"
-        told = paceline.PeerError, f"^rank {ranks.rank}: {words}"
-    for step in range(bad + 4):
-        optimizer.zero_grad()
-        x = data(ranks, step, size=8)
-        model.module.where = where if (ranks.rank, step) == (1, bad) else None
-        fails = (
-            pytest.raises(told[0], match=told[1])
-            if step == bad
-            else contextlib.nullcontext()
-        )
-        with fails:
-            model(x).sum().backward()
-        if step != bad:
-            optimizer.step()
-    ranks.assert_same([*grads_of(model), *model.parameters()], "what was trained")
 
 
 def test_a_forward_that_raises_is_no_error_if_all_ranks_leave_out_its_backward(ranks):
     """The module's own backward afterwards is local, as with torch's class."""
-    model, x = ranks.wrap(FailsWhere()), data(ranks, 0, size=8)
-    model.module.where = "forward" if ranks.rank else None
+    model, x = ranks.wrap(Fails(6, 200)), data(ranks, 0)
+    model.module.fails = ranks.rank > 0
     with pytest.raises(MemoryError) if ranks.rank else contextlib.nullcontext():
         model(x)
     ranks.all("skipped")
-    model.module.where = None
+    model.module.fails = False
     ranks.assert_same(step_of(model, x), "gradients")
-    model.module.where = "forward"
+    model.module.fails = True
     with pytest.raises(MemoryError):
         model(x)
-    model.module.where = None
+    model.module.fails = False
     assert not torch.equal(*ranks.all(step_of(model.module, x)[0]))
 
 

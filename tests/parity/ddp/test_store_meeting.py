@@ -7,11 +7,12 @@ CPU tensor over it.
 import time
 from datetime import timedelta
 
+import cases
 import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Twin, apart, assert_same_grads, integer_weights, mean_over
+from cases import Twin, apart, assert_same_grads, integer_weights
 from paceline._compat import torch_groups
 from paceline._ddp.rendezvous import Meeting
 from support.processes import descriptors, leftovers
@@ -36,15 +37,9 @@ def train(ranks, model, steps=3):
 
     Ranks on several hosts divide before they sum.
     """
-    for step in range(steps):
-        model.zero_grad()
-        x = ranks.integers(2, 6, key=step)
-        (ranks.n * model(x).sum()).backward()
-        own = module()
-        (ranks.n * own(x).sum()).backward()
-        rows = ranks.all([p.grad for p in own.parameters()])
-        for p, *grads in zip(model.parameters(), *rows, strict=True):
-            assert torch.equal(p.grad, mean_over(grads))
+    twin = Twin(ranks, module())
+    twin.ours = model
+    cases.train(twin, ranks, steps, lambda out: ranks.n * out.sum())
 
 
 def test_torch_itself_carries_no_cpu_tensor_by_such_a_group(ranks):
@@ -101,30 +96,6 @@ def test_two_wrappers_of_a_group_do_not_hear_each_others_words(ranks):
             twin.zero()
             x = ranks.integers(2, 6, key=step)
             twin.step(lambda model, x=x: model(x).sum())
-
-
-def test_a_model_that_differs_is_the_same_error_on_every_rank(ranks):
-    net = nn.Linear(3 + ranks.rank, 1)
-    group = device_group()
-    said = []
-    for _ in range(2):
-        with pytest.raises(paceline.MismatchError, match="rank 0 has parameter") as got:
-            wrap(group, net)
-        said.append(str(got.value))
-    assert ranks.all(said) == [said[:1] * 2] * 2
-
-
-def test_an_error_of_one_rank_is_raised_on_all(ranks):
-    group = device_group()
-    net = module()
-    if ranks.rank == 1:
-        net.requires_grad_(False)
-    words = "rank 1: " if ranks.rank != 1 else ""
-    with pytest.raises(
-        RuntimeError, match=f"^{words}DistributedDataParallel is not ne"
-    ):
-        wrap(group, net)
-    wrap(group, module())  # the group is still usable
 
 
 def test_words_of_an_earlier_exchange_do_not_stay_in_the_store(ranks):

@@ -44,13 +44,6 @@ def message(call, *args):
     return None
 
 
-def assert_one_says(ranks, words, prefix):
-    """Check that every rank raised; an error about a peer's failure must name it."""
-    said = ranks.all(words)
-    assert None not in said
-    assert any(one.startswith(prefix) for one in said), said
-
-
 # ---- unused parameters --------------------------------------------------------------
 
 
@@ -92,31 +85,12 @@ def test_a_backward_that_left_parameters_out_is_not_finalized_under_strict(ranks
     assert message(served._check_reducer_finalized) is None
 
 
-@as_torch()
-def test_steps_that_use_all_parameters_go_on_under_strict(ranks, wrap):
-    model = strictly(ranks, wrap, net())
-    for k in range(3):
-        model.zero_grad()
-        with model.no_sync():
-            model(ranks.integers(3, 6, key=(k, 0))).sum().backward()
-        model(ranks.integers(3, 6, key=(k, 1))).sum().backward()
-        yield grads_of(model)
-
-
 def test_a_rank_that_joined_early_is_not_refused_afterwards(ranks):
     model = ranks.wrap(Branches(), strict=True)
     with model.join():
         for _ in range(1 + ranks.rank):
             step(model)
     step(model)
-
-
-# ---- ready twice --------------------------------------------------------------------
-
-
-def test_a_second_gradient_in_a_backward_is_refused(ranks):
-    words = message(step, ranks.wrap(Twice(), strict=True))
-    assert_one_says(ranks, words, "Expected to mark a variable ready only once.")
 
 
 # ---- static graphs ------------------------------------------------------------------
@@ -145,11 +119,6 @@ def test_the_environment_asks_for_strict_unless_the_argument_is_given(ranks):
         patch.setenv("PACELINE_STRICT", "yes")
         with pytest.raises(ValueError, match="PACELINE_STRICT is 'yes': give 1"):
             ranks.wrap(net())
-
-
-def test_ranks_that_differ_in_strictness_are_told(ranks):
-    with pytest.raises(RuntimeError, match="strict differs"):
-        ranks.wrap(net(), strict=bool(ranks.rank))
 
 
 # ---- torch's messages ---------------------------------------------------------------
@@ -394,12 +363,19 @@ def test_a_program_is_refused_where_torch_refuses_it(ranks, what):
         assert (sentence in words) == (sentence in torchs), (words, torchs)
 
 
-def test_a_reentrant_checkpoint_beside_an_unused_layer_is_refused(ranks):
-    model = ranks.wrap(Checkpointed(True, nn.Linear(2, 2)), strict=True, **FIND)
-    at, words = refusal(steps, model)
+OURS = {
+    "beside an unused layer": (lambda: Checkpointed(True, nn.Linear(2, 2)), FIND),
+    "of one layer, twice": (Twice, {}),
+}
+
+
+@on_ranks(checkpoint=[*OURS])
+def test_a_reentrant_checkpoint_of_this_kind_is_refused(ranks, checkpoint):
+    make, options = OURS[checkpoint]
+    at, words = refusal(steps, ranks.wrap(make(), strict=True, **options))
     assert at == "2, backward"
     assert READY_TWICE in words
-    at, words = refusal(steps, ranks.wrap(Checkpointed(True), **FIND))
+    at, words = refusal(steps, ranks.wrap(make(), **options))
     assert at is None, "it is served without strict"
 
 
