@@ -53,7 +53,7 @@ typedef enum pl_reading {
  * tensor. */
 typedef struct pl_place {
     void *memory;
-    size_t slot;
+    size_t slot;        /* SIZE_MAX: none, the memory is a buffer's */
     pli_window *window; /* or NULL */
     size_t offset;      /* of the memory, in the window */
 } pl_place;

@@ -97,7 +97,7 @@ static pl_status copy_by_caller(pl_step *self, const buffer_view *view, char *bl
                                 dense_direction way)
 {
     pl_status st = PL_OK;
-    const pl_place place = {.memory = block};
+    const pl_place place = {.memory = block, .slot = SIZE_MAX};
     pli_layout layout = view->tensor.layout;
     pl_grad *dense = NULL;
     if (!pli_layout_is_dense(&layout))

@@ -166,6 +166,23 @@ done:
 
 /* ---- a step begins -------------------------------------------------------------- */
 
+/* A graph may have saved the views: they are the same tensors in each step. */
+static pl_status note_views(pl_step *self)
+{
+    pl_status st = PL_OK;
+    pl_grad *view = NULL;
+    for (size_t i = 0; i < self->n_slots; i++) {
+        if (self->slots[i].policy != POLICY_VIEW)
+            continue;
+        PL_TRY(borrow_slot(self, i, &view));
+        PL_TRY(self->grads->note_write(self->context, view));
+        replace_grad(self, &view, NULL);
+    }
+done:
+    drop_grad(self, view);
+    return st;
+}
+
 /* On a GPU: leaves the world's memory to its views, if this step must not write it. */
 static pl_status leave_views(pl_step *self)
 {
@@ -181,6 +198,8 @@ static pl_status leave_views(pl_step *self)
         PL_TRY(self->comm->device->renew(self->comm));
         self->has_views = 0;
     }
+    if (self->has_views)
+        PL_TRY(note_views(self));
     self->generation = self->reducer->generation;
 done:
     return st;
@@ -527,10 +546,7 @@ static pl_status make_view(pl_step *self, size_t i, pl_grad **out)
     pl_status st = PL_OK;
     if (is_on_device(self)) {
         self->has_views = 1;
-        PL_TRY(borrow_slot(self, i, out));
-        /* A graph of the last step may have saved this tensor. */
-        PL_TRY(self->grads->note_write(self->context, *out));
-        goto done;
+        return borrow_slot(self, i, out);
     }
     if (self->window == NULL) /* the process forked in this backward */
         PL_TRY(pli_grads_refresh_window(self));

@@ -188,10 +188,12 @@ static int is_view_of(const reducer_object *self, PyObject *view, const pl_place
     return tensor.data == place->memory && pli_layout_equal(&tensor.layout, layout);
 }
 
-/* As torch's class, gives a parameter the same tensor in each step. */
+/* A parameter's is the same tensor in each step, as with torch's class. */
 static PyObject *view_on_device(reducer_object *self, const pl_place *place,
                                 const pli_layout *layout)
 {
+    if (place->slot == SIZE_MAX)
+        return make_view(self, place, layout);
     PyObject **view = &self->params[place->slot].view;
     if (self->device.viewed != self->comm->device_memory)
         for (size_t i = 0; i < self->n_params; i++)

@@ -53,9 +53,9 @@ class Model:
     parameters: list[tuple[str, torch.nn.Parameter]]
     # All that are not ignored: full name, their `_buffers`, and the name there.
     buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
-    # The ``id`` of the `_buffers` of norms.  Their forward in training writes running
-    # statistics, which autograd does not count: backward needs those of the batch.
-    norms: frozenset[int] = field(default=frozenset(), repr=False)
+    # Full names of norms' running statistics.  A forward in training writes them, which
+    # autograd does not count: backward needs those of the batch.
+    statistics: frozenset[str] = field(default=frozenset(), repr=False)
     declared_sparse: frozenset[int] = field(default=frozenset(), repr=False)
     unaveraged: frozenset[int] = field(default=frozenset(), repr=False)
     uncopied: frozenset[int] = field(default=frozenset(), repr=False)
@@ -73,7 +73,7 @@ class Model:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         averaged: dict[int, tuple[str, torch.nn.Parameter]] = {}
         places: dict[int, tuple[dict[str, Any], str]] = {}
-        norms = set()
+        statistics = set()
         listed = list(module.named_parameters())
         for prefix, part in module.named_modules():
             for name, p in torch_groups.own_parameters(part):
@@ -86,7 +86,7 @@ class Model:
             ]
             held = _as_dict(part._buffers)
             if isinstance(part, torch_core.NORMS):
-                norms.add(id(held))
+                statistics |= {id(held.get(f"running_{of}")) for of in ("mean", "var")}
             for name, buffer in held.items():
                 places.setdefault(id(buffer), (held, name))
         copied = {id(p): (name, p) for name, p in listed if name not in ignored}
@@ -105,7 +105,7 @@ class Model:
             list(averaged.values())
             + [named for key, named in copied.items() if key not in averaged],
             buffers,
-            frozenset(norms),
+            frozenset(f for f, of, name in buffers if id(of[name]) in statistics),
             _declared_sparse(module),
             unaveraged=frozenset(copied.keys() - averaged.keys()),
             uncopied=frozenset(averaged.keys() - copied.keys()),
@@ -138,10 +138,8 @@ class Model:
 
     def places(self) -> list[tuple[dict[str, Any], str, bool]]:
         """Return each buffer's dict, its name there, and if writes are uncounted."""
-        statistics = ("running_mean", "running_var")
         return [
-            (owner, name, name in statistics and id(owner) in self.norms)
-            for _, owner, name in self.buffers
+            (owner, name, full in self.statistics) for full, owner, name in self.buffers
         ]
 
     def without(self, *, frozen: bool, buffers: bool) -> Model:

@@ -140,15 +140,28 @@ def test_a_view_is_the_same_tensor_in_each_step_but_not_beyond_a_new_layout(rank
     # The second step lays out the buckets in the order that the first has shown.
     assert [grad.unique().tolist() for grad in kept] == [[0.0]] + [[4.0]] * 4
     assert kept[1] is kept[4] is not kept[0]
-    penalty = (torch.ones_like(weight, requires_grad=True) * kept[1]).sum()
-    model(torch.full((1, 600), 5.0)).sum().backward()
-    assert weight.grad is kept[1]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        penalty.backward()
-    weight.grad = None
     kept[1].requires_grad_()  # the user's affair; the next step needs another
     model(torch.full((1, 600), 5.0)).sum().backward()
     assert weight.grad is not kept[1]
+
+
+@on_gpus(2, how=["as before", "by a copy", "beside a buffer with gaps"])
+def test_a_graph_that_has_saved_a_view_does_not_go_backward_after_the_next(ranks, how):
+    net = nn.Linear(600, 40, bias=False)
+    if how == "beside a buffer with gaps":
+        net.register_buffer("gaps", torch.ones(4, 6)[:, ::2])
+    model = ranks.wrap(net, gradient_as_bucket_view=True)
+    for _ in range(3):
+        net.weight.grad = None
+        model(torch.ones(1, 600)).sum().backward()
+    kept, net.weight.grad = net.weight.grad, None
+    penalty = (torch.ones_like(kept, requires_grad=True) * kept).sum()
+    if how == "by a copy":
+        net.weight.register_post_accumulate_grad_hook(lambda p: None)
+    model(torch.ones(1, 600)).sum().backward()
+    assert (net.weight.grad is kept) == (how != "by a copy")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
 
 
 @on_gpus(2)

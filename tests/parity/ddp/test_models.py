@@ -185,8 +185,21 @@ def second_view_in_evaluation(wrappers, x):
 two_views_on_a_host = [] if ON_HOSTS else [two_views, second_view_in_evaluation]
 
 
+class NamedBefore(nn.Module):
+    """A norm whose statistics have another name, which comes first."""
+
+    def __init__(self, n, **options):
+        super().__init__()
+        norm = nn.BatchNorm1d(n, **options)
+        self.register_buffer("center", norm.running_mean)
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x)
+
+
 @as_torch(
-    part=[nn.BatchNorm1d, nn.InstanceNorm1d, Activated, Counts],
+    part=[nn.BatchNorm1d, nn.InstanceNorm1d, Activated, NamedBefore, Counts],
     losses=[one_loss_of_all, a_loss_each, one_in_evaluation, *two_views_on_a_host],
 )
 def test_wrappers_may_share_a_backbone_with_buffers(ranks, wrap, part, losses):
