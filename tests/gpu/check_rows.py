@@ -25,7 +25,6 @@ from checks import Skip, add, is_fake, is_quick, simulated
 FILES = Path(__file__).parents[1] / "parity/ddp"
 MARK = re.compile(r"^@on_gpus_too\(([\d, ]*)", re.MULTILINE)
 N_WORDS = 600  # characters of each failure
-REAL_ALONE = {"several_optimizers"}  # torch's optimizers take another path on a GPU
 NO_NCCL = "No backend type associated with device type gpu"
 
 
@@ -49,8 +48,7 @@ def cases_of(file: str, size: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         if size in n_ranks:
             points = list(itertools.product(*axes.values()))
             for point in points[:1] if is_quick() else points:
-                if not is_fake() or not REAL_ALONE & {*map(str, point)}:
-                    yield body, point
+                yield body, point
 
 
 def run_rows(world: World, file: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def test_what_a_step_on_gpus_needs_is_found(three_gpus, monkeypatch):
     found = gpus.look_gpus()
     assert found.status is Status.PROBLEM
     assert "/nowhere" in found.found
-    monkeypatch.setattr(three_gpus, "count", lambda: 9)
+    monkeypatch.setattr(three_gpus, "count", lambda: 11)
     found = gpus.look_gpus()
     assert found.status is Status.PROBLEM
     assert "need kernels" in found.advice

@@ -1,5 +1,6 @@
 """What setup.py builds; a script stands in for nvcc."""
 
+import importlib.util
 import runpy
 import shutil
 import stat
@@ -9,7 +10,6 @@ import venv
 from pathlib import Path
 
 import paceline
-import pip
 import pytest
 import setuptools
 from support.programs import run_python
@@ -139,7 +139,8 @@ def test_every_way_to_install_brings_the_start_up_line_and_takes_it_away(tmp_pat
     (site,) = tmp_path.glob("venv/lib/python*/site-packages")
     site.joinpath("tools.pth").write_text(str(tmp_path / "tools"))
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/pip").symlink_to(Path(pip.__file__).parent)
+    pip = importlib.util.find_spec("pip")  # setuptools fails once it is imported
+    (tmp_path / "tools/pip").symlink_to(Path(pip.origin).parent)
     python = tmp_path / "venv/bin/python"
 
     def run(*words, **environ):
