@@ -33,7 +33,7 @@ static const char GRADIENT[] = "a parameter's gradient";
 
 /* ---- the window follows the plan ------------------------------------------------ */
 
-/* If the window has views, leaves it to them; they keep their values. */
+/* If the window, on the CPU alone, has views, leaves it to them with their values. */
 static pl_status retire_window(pl_step *self)
 {
     pl_status st = PL_OK;
@@ -48,7 +48,7 @@ done:
 
 pl_status pl_step_before_fork(pl_step *self)
 {
-    return is_on_device(self) ? PL_OK : retire_window(self);
+    return retire_window(self);
 }
 
 pl_status pli_grads_refresh_window(pl_step *self)

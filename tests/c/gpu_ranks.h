@@ -320,6 +320,19 @@ static inline void gpu_check(gpu_rank *self, const pl_op *op, unsigned seed)
         CHECK_MORE("seed %d", (int)self->all->seed);
 }
 
+/* The same for 100 float32 at an address that the world may have left. */
+static inline void gpu_check_kept(gpu_rank *self, const pl_op *op, const void *at,
+                                  unsigned seed)
+{
+    float values[100];
+    CHECK_OK(pli_cuda_read(self->backend, values, at, sizeof values, self->stream));
+    for (size_t i = 0; i < 100; i++)
+        if (!CHECK(
+                value_is(values, PL_F32, i,
+                         ops_expected(op, seed, self->all->world_size, self->rank, i))))
+            return;
+}
+
 /* Issues op after the work on the user's stream. */
 static inline pl_status gpu_issue_op(gpu_rank *self, const pl_op *op, pl_ticket *out)
 {

@@ -69,18 +69,6 @@ static int one_step(gpu_rank *self, unsigned seed)
     return 1;
 }
 
-/* Reads 100 floats at an address that the world may have left. */
-static void check_kept(gpu_rank *self, const void *at, unsigned seed)
-{
-    float values[100];
-    CHECK_OK(pli_cuda_read(self->backend, values, at, sizeof values, self->stream));
-    for (size_t i = 0; i < 100; i++)
-        if (!CHECK(value_is(
-                values, PL_F32, i,
-                ops_expected(&mean, seed, self->all->world_size, self->rank, i))))
-            return;
-}
-
 GPU_TEST_ON_HOSTS(1, 1, FAKE_EARLY, a_step_neither_allocates_nor_waits_for_the_device)
 {
     static const char *const names[] = {"cuMemAlloc", "cuMemFree", "cuEventCreate",
@@ -276,7 +264,7 @@ static void end_behind_a_step(gpu_rank *self)
                         CHECK_OK(gpu_copy_mean(self, out));
     gpu_end_world(self);
     if (is_well)
-        check_kept(self, out, 7);
+        gpu_check_kept(self, &mean, out, 7);
     self->backend->ops->free(self->backend, out);
 }
 

@@ -73,17 +73,6 @@ GPU_TEST(6, 2, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM,
     check_reuse(self);
 }
 
-static void check_values(gpu_rank *self, const void *at, unsigned seed)
-{
-    float values[100];
-    CHECK_OK(pli_cuda_read(self->backend, values, at, sizeof values, self->stream));
-    for (size_t i = 0; i < 100; i++)
-        if (!CHECK(value_is(
-                values, PL_F32, i,
-                ops_expected(&mean, seed, self->all->world_size, self->rank, i))))
-            return;
-}
-
 static int one_step(gpu_rank *self, unsigned seed)
 {
     return gpu_fill(self, &mean, seed) && CHECK_OK(gpu_step(self));
@@ -107,7 +96,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3], views_keep_the_memory_that_a_wor
     (void)gpu_agree_on_end(self);
     gpu_end_world(self);
     for (unsigned k = 0; k < 3; k++) {
-        check_values(self, at[k], k);
+        gpu_check_kept(self, &mean, at[k], k);
         device_memory_drop(views[k]);
     }
     check_reuse(self);
