@@ -3,6 +3,14 @@
 A forward sends the tensors written to since the last one.  The host cannot see a write
 through ``.data``, by an average of weights or a merged adapter.  So the devices compare
 segments that look unchanged, and fetch those that differ.
+
+A replica's forward waits for all segments.  If each look-up of a parameter waited for
+its own, a parameter could be used in a stream that had waited before the look-up, and
+`torch.Stream.__enter__` is a method of C that nothing can watch::
+
+    side.wait_stream(torch.accelerator.current_stream())
+    weight = self.weight  # the present stream would wait, `side` would not
+    with side: ...
 """
 
 from __future__ import annotations
