@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from paceline._dp.functional import data_parallel
     from paceline._dp.marker import replicate
     from paceline._install.rebind import install, uninstall
-    from paceline._launch.init import World, init
+    from paceline._launch.init import init
     from paceline._launch.launch import launch
     from paceline._launch.ranks import RankError
-    from paceline._mean import mean
+    from paceline._launch.world import World
     from paceline._native import MismatchError, PeerError, PeerTimeoutError
+    from paceline._values import gather, mean
 
     __version__: str
 
@@ -51,6 +52,7 @@ __all__ = [
     "__version__",
     "check",
     "data_parallel",
+    "gather",
     "init",
     "install",
     "launch",
@@ -70,14 +72,15 @@ _HOMES = {
     "PeerError": "paceline._native",
     "PeerTimeoutError": "paceline._native",
     "RankError": "paceline._launch.ranks",
-    "World": "paceline._launch.init",
+    "World": "paceline._launch.world",
     "check": "paceline._dp.check",
     "data_parallel": "paceline._dp.functional",
+    "gather": "paceline._values",
     "init": "paceline._launch.init",
     "install": "paceline._install.rebind",
     "launch": "paceline._launch.launch",
     "load": "paceline._checkpoint",
-    "mean": "paceline._mean",
+    "mean": "paceline._values",
     "replicate": "paceline._dp.marker",
     "save": "paceline._checkpoint",
     "uninstall": "paceline._install.rebind",

@@ -235,3 +235,11 @@ def all_gather_by(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
         return rows
 
     return all_gather(message, gather, f"rank {torch_groups.group_rank(group)}: rank")
+
+
+def exchange(call: str, message: bytes) -> list[bytes]:
+    """Return every rank's message in the default group; errors name the call."""
+    torch_groups.wait_for_gloo_at_exit()
+    group = torch_groups.default_group()
+    with awaited(call, group):
+        return all_gather_by(group, message)

@@ -34,7 +34,7 @@ C_FILES: dict[str, set[str]] = {
 }
 
 _LEAVES = {"_native", "_environment", "_cgroup", "_cloudpickle", "_errors", "_waiting"}
-_TOOLS = {"_gpu", "_files", "_checksum", "_checkpoint", "_recorder", "_mean"}
+_TOOLS = {"_gpu", "_files", "_checksum", "_checkpoint", "_recorder", "_values"}
 _TOOLS |= {"_messages"}
 _LOW = _LEAVES | {"_compat"} | _TOOLS
 PACKAGES: dict[str, set[str]] = {

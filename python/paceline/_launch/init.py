@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +19,8 @@ from paceline import _environment
 from paceline._compat import torch_groups
 from paceline._launch import variables
 from paceline._launch.launchers import find_launch
-from paceline._launch.variables import Launch, Launcher
+from paceline._launch.variables import Launch
+from paceline._launch.world import World
 from paceline._waiting import Patience
 
 _GPU_BACKEND = "cpu:gloo,cuda:nccl"
@@ -32,52 +31,6 @@ _POLL_SECONDS = 0.005
 
 _added: dict[str, str] = {}
 """The variables that `init` has set because no launcher did."""
-
-
-@dataclass(frozen=True)
-class World:
-    """The world as one of its processes sees it; :func:`paceline.init` returns it.
-
-    Attributes
-    ----------
-    rank : int
-        From 0 on; -1 for the evaluator of ``TF_CONFIG``, which is outside the world.
-    world_size : int
-        The number of ranks.
-    local_rank : int
-        Among the ranks of this host; -1 if it is unknown, as in a process group that
-        your program made itself, without ``LOCAL_RANK``.
-    device : torch.device
-        Where this rank's model belongs: its GPU, or the CPU.
-    launcher : str
-        The launcher whose variables were used: ``"torchrun"``, ``"environment"``
-        (``RANK`` and the like, set by other means), ``"openmpi"``, ``"mvapich"``,
-        ``"mpich"``, ``"submitit"``, ``"tf_config"``, ``"slurm"``, or ``"none"``;
-        ``"unknown"`` if the process group is not the one that the variables describe.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    device: torch.device
-    launcher: Launcher
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0, as ``print`` does, and nothing elsewhere."""
-        if self.is_main:
-            print(*values, **options)
-
-    def log_filter(self, record: logging.LogRecord) -> bool:
-        """Pass all records on rank 0, elsewhere from WARNING on; a handler's filter."""
-        return self.is_main or record.levelno >= logging.WARNING
-
-
-World.__module__ = "paceline"
 
 
 def init(

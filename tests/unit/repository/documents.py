@@ -64,7 +64,7 @@ def commands_of(page: Path) -> list[str]:
         if block.language == "sh"
         for line in block.text.splitlines()
     ]
-    return [line for line in lines if line]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def scripts_of(page: Path) -> dict[str, str]:

@@ -188,7 +188,7 @@ PYTHON_ROWS += [
     *rows("python/paceline/_launch/payloads.py", None, *UNPICKLES),
     *rows("python/paceline/_cloudpickle.py", None, "import cloudpickle"),
     *rows(
-        "python/paceline/_mean.py",
+        "python/paceline/_values.py",
         None,
         DIST + "dist.all_gather(a, b)",
         "import copyreg\ncopyreg.pickle(a, b)",
