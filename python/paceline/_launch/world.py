@@ -80,7 +80,7 @@ class World:
 
         Examples
         --------
-        >>> import paceline
+        >>> import torch, paceline
         >>> paceline.init().barrier(timeout=60)
         >>> torch.distributed.destroy_process_group()
         """
@@ -129,7 +129,7 @@ class World:
 
         Examples
         --------
-        >>> import paceline
+        >>> import torch, paceline
         >>> world = paceline.init()
         >>> with world.first():
         ...     print("download, or find what rank 0 has downloaded")
