@@ -49,7 +49,8 @@ $(RUNTIME): requirements/constraints.txt requirements/demo.txt requirements/tool
 # Further packages for tests and lint: afterwards, because pip does one thing at a time.
 $(DEPENDENCIES): $(wildcard requirements/*.txt) | $(INSTALLED)
 	@echo "Installing what the tests need: some minutes."
-	$(PIP) install -q -c $(VERSIONS) -r requirements/test.txt -r requirements/lint.txt
+	$(PIP) install -q -c $(VERSIONS) \
+	    $(addprefix -r requirements/,test.txt lint.txt docs.txt)
 	$(PIP) install -q -c $(VERSIONS) -r requirements/clients.txt || \
 	    echo "Libraries of requirements/clients.txt are missing: their tests are skipped."
 	@touch $@
@@ -289,10 +290,10 @@ release-check: wheels ## the wheels, installed and tried as a user will
 C_ALL   := $(wildcard csrc/*/*.c csrc/*/*/*.c)
 C_TEXT  := $(C_ALL) $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cu tests/c/*.[ch] tests/c/fake/*.[ch] \
 	tests/fuzz/*.[ch])
-PY_DIRS := setup.py $(wildcard python tests notebooks)
+PY_DIRS := setup.py $(wildcard python tests notebooks docs/site)
 
 .PHONY: lint format lint-rules lint-python lint-c lint-tidy
-lint: lint-rules lint-python lint-c lint-tidy ## every check of form; changes nothing
+lint: lint-rules lint-python lint-c lint-tidy docs ## every check of form; changes nothing
 
 lint-rules: $(DEPENDENCIES)
 	$(PY) tests/lint/rules.py
@@ -326,6 +327,10 @@ format: $(DEPENDENCIES) ## bring C and Python into the form that lint asks for
 	$(BIN)/ruff format -q $(PY_DIRS)
 
 # ---- cleaning ------------------------------------------------------------------
+
+.PHONY: docs
+docs: $(INSTALLED) $(DEPENDENCIES) ## the pages and the reference as a site: build/docs/site/index.html
+	$(PY) -m sphinx -q -W --keep-going -E -c docs/site docs $(BUILD)/docs
 
 .PHONY: clean distclean
 clean: ## remove build outputs, but not .venv

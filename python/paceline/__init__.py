@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from paceline import data as data
     from paceline._checkpoint import load, save
     from paceline._ddp.distributed import DistributedDataParallel
-    from paceline._dp.check import check
+    from paceline._dp.check import Report, check
     from paceline._dp.data_parallel import DataParallel
     from paceline._dp.functional import data_parallel
     from paceline._dp.marker import replicate
-    from paceline._install.rebind import install, uninstall
+    from paceline._install.rebind import Installation, install, uninstall
     from paceline._launch.init import init
     from paceline._launch.launch import launch
     from paceline._launch.ranks import RankError
@@ -44,10 +44,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
+    "Installation",
     "MismatchError",
     "PeerError",
     "PeerTimeoutError",
     "RankError",
+    "Report",
     "World",
     "__version__",
     "check",
@@ -68,10 +70,12 @@ _HOMES = {
     "data": "paceline.data",
     "DataParallel": "paceline._dp.data_parallel",
     "DistributedDataParallel": "paceline._ddp.distributed",
+    "Installation": "paceline._install.rebind",
     "MismatchError": "paceline._native",
     "PeerError": "paceline._native",
     "PeerTimeoutError": "paceline._native",
     "RankError": "paceline._launch.ranks",
+    "Report": "paceline._dp.check",
     "World": "paceline._launch.world",
     "check": "paceline._dp.check",
     "data_parallel": "paceline._dp.functional",
@@ -112,4 +116,4 @@ if not TYPE_CHECKING:  # else type checkers would accept any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, "__version__"})
+    return sorted({*_HOMES, "__version__"})

@@ -80,15 +80,39 @@ class PeerError(_NamesRank, RuntimeError):
     signal : int or None
         The signal that ended the rank's process, such as ``signal.SIGKILL``, if the
         process was on this host and its parent had not reaped it yet.
+
+    Examples
+    --------
+    >>> import paceline
+    >>> try:
+    ...     raise paceline.PeerError("rank 0: rank 2 (process 7) died")
+    ... except paceline.PeerError as error:
+    ...     print(f"rank {error.rank} is gone: go on from the checkpoint without it")
+    rank 2 is gone: go on from the checkpoint without it
     """
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
-    """Another rank is alive but kept this one waiting beyond the deadline."""
+    """Another rank is alive but kept this one waiting beyond the deadline.
+
+    Examples
+    --------
+    >>> import paceline
+    >>> issubclass(paceline.PeerTimeoutError, (paceline.PeerError, TimeoutError))
+    True
+    """
 
 
 class MismatchError(_NamesRank, RuntimeError):
-    """The ranks' models or steps differ; `rank` is the first one that differs."""
+    """The ranks' models or steps differ; `rank` is the first one that differs.
+
+    Examples
+    --------
+    >>> import paceline
+    >>> error = paceline.MismatchError("rank 0 has 'a': a number where rank 1 has 'b'")
+    >>> error.rank
+    1
+    """
 
 
 PeerError.__module__ = PeerTimeoutError.__module__ = MismatchError.__module__ = (

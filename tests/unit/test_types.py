@@ -60,6 +60,13 @@ paceline.save(wrapper, "model.pt", prefix="strip")
 paceline.save(wrapper, "model.pt", prefix="stripped")  # error
 with wrapper.no_sync(), wrapper.no_sync(enabled=False):
     is_srun = paceline.init().launcher == "slurm"
+loss: float = paceline.mean(0.5, weight=3)
+means: dict[str, float] = paceline.mean({"loss": 0.5})
+rows: torch.Tensor = paceline.gather(paceline.mean(torch.ones(2)))
+loss = paceline.mean(torch.ones(2))  # error
+report: paceline.Report = paceline.check(Net(), torch.ones(2))
+with paceline.init().first(), paceline.install() as installation:
+    paceline.init().barrier(timeout="1")  # error
 launcher: str = paceline.init(backend=2).launcher  # error
 """
 CHECKERS = {

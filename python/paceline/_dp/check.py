@@ -64,7 +64,16 @@ class Report:
         Why differences may be expected.
     ok : bool
         Whether all rows are within the tolerance.
+
+    Examples
+    --------
+    >>> import paceline, torch
+    >>> report = paceline.check(torch.nn.Linear(2, 1), torch.ones(4, 2))
+    >>> [row.name for row in report.rows], report.ok
+    (['output', 'grad weight', 'grad bias'], True)
     """
+
+    __module__ = "paceline"
 
     rows: list[Row]
     n_replicas: int

@@ -85,7 +85,18 @@ class Installation:
     """The result of :func:`install`: the end of a ``with`` block uninstalls.
 
     If paceline was already installed, it stays installed.
+
+    Examples
+    --------
+    >>> import paceline
+    >>> with paceline.install() as installation:
+    ...     print(installation)
+    <paceline installation, on>
+    >>> print(installation)
+    <paceline installation, off>
     """
+
+    __module__ = "paceline"
 
     def __init__(self, is_first: bool) -> None:
         self._is_first = is_first

@@ -119,7 +119,7 @@ def launch(  # type: ignore[misc]  # fn may have such keywords
     port that the caller holds.  ``OMP_NUM_THREADS`` is the rank's share of the cores.
 
     The ranks' output appears in the caller's ``sys.stdout`` and ``sys.stderr``, line by
-    line: rank 0's unchanged, others' after a prefix such as ``[rank 1] ``.  Their
+    line: rank 0's unchanged, others' after a prefix such as ``[rank 1]``.  Their
     standard input is empty, so a breakpoint in `fn` fails.
 
     Ranks meet and use Gloo on the loopback; ``GLOO_SOCKET_IFNAME`` moves Gloo.  A store

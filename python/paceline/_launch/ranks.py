@@ -37,6 +37,17 @@ class RankError(RuntimeError):
         The rank that failed first, or whose result cannot be pickled or unpickled.
     results : dict
         What the ranks returned that had returned by then, by rank.
+
+    Examples
+    --------
+    >>> import paceline
+    >>> def fail():
+    ...     raise ValueError("no data")
+    >>> try:
+    ...     paceline.launch(fail, 1)
+    ... except paceline.RankError as error:
+    ...     print(error.rank, repr(error.__cause__))
+    0 ValueError('no data')
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:

@@ -40,6 +40,14 @@ class World:
         (``RANK`` and the like, set by other means), ``"openmpi"``, ``"mvapich"``,
         ``"mpich"``, ``"submitit"``, ``"tf_config"``, ``"slurm"``, or ``"none"``;
         ``"unknown"`` if the process group is not the one that the variables describe.
+
+    Examples
+    --------
+    >>> import torch, paceline
+    >>> world = paceline.init()
+    >>> world.print(f"one of {world.world_size}", world.device)
+    one of 1 cpu
+    >>> torch.distributed.destroy_process_group()
     """
 
     rank: int

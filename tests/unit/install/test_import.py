@@ -165,11 +165,10 @@ def test_wrapping_and_training_change_no_global_of_torch(alone):
 
 
 def test_every_public_name_is_there_listed_and_documented():
-    assert set(paceline.__all__) <= set(dir(paceline))
-    assert dir(paceline) == sorted(dir(paceline))
+    assert dir(paceline) == sorted([*paceline.__all__, "callbacks", "data"])
     for name in paceline.__all__:
-        value = getattr(paceline, name)
-        assert isinstance(value, str) or value.__doc__, name
+        words = getattr(paceline, name).__doc__
+        assert name == "__version__" or ">>>" in words, name
     assert paceline.__version__ == importlib.metadata.version("paceline")
 
 

@@ -325,6 +325,12 @@ def test_every_public_name_is_in_the_documents():
     assert missing == ["__version__"]
 
 
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs" / "site" / "reference.md").read_text(encoding="utf-8")
+    named = re.findall(r"\.\. auto(?:class|function|exception):: (\w+)", page)
+    assert sorted(named) == sorted({*paceline.__all__} - {"__version__"})
+
+
 def test_the_tour_of_help_names_what_there_is():
     _, tour = (paceline.__doc__ or "").split("\n\n")
     assert len(tour.splitlines()) == 10
