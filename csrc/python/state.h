@@ -46,7 +46,8 @@
     X(packed_rows)                                                                     \
     X(split_packed)                                                                    \
     X(join_packed)                                                                     \
-    X(join_arrays)
+    X(join_arrays)                                                                     \
+    X(warn_of_scalars) /* at the line of the program that called */
 
 /* Classes, which are other arguments of attach_torch(). */
 #define PLI_CLASS_MAP(X)                                                               \

@@ -89,6 +89,7 @@ _HOMES = {
     "save": "paceline._checkpoint",
     "uninstall": "paceline._install.rebind",
 }
+INSTALL = "pip install torch, with the build for your machine"
 
 
 if not TYPE_CHECKING:  # else type checkers would accept any name
@@ -106,10 +107,21 @@ if not TYPE_CHECKING:  # else type checkers would accept any name
             import difflib
 
             words = f"module 'paceline' has no attribute {name!r}"
-            for near in difflib.get_close_matches(name, _HOMES, 1, cutoff=0.7):
+            short = {"DDP": "DistributedDataParallel", "DP": "DataParallel"}.get(name)
+            for near in (
+                [short]
+                if short
+                else difflib.get_close_matches(name, _HOMES, 1, cutoff=0.7)
+            ):
                 words += f": did you mean {near}?"
             raise AttributeError(words, name=name)  # with a name Python adds no hint
-        module = importlib.import_module(home)
+        try:
+            module = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            words = f"paceline.{name} needs torch, which is not installed: {INSTALL}"
+            raise ModuleNotFoundError(words, name="torch") from None
         value = getattr(module, name, module)
         globals()[name] = value
         return value

@@ -25,7 +25,7 @@ _PASSED_ON = re.compile(
     re.DOTALL,
 )
 _CULPRIT = re.compile(
-    r".*?\brank 0(?:'s| has| was given)\b.*?\brank (\d+)(?:'s| has| what)"
+    r".*?\brank 0(?:'s| has| was given)\b.*?\brank (\d+)(?:'s| has| was)"
     r"|(?:the step of |this rank and |the step has failed \(|a step has failed on |"
     r"\S+ waits for )?"
     r"rank (\d+)\b(?: \(process (?P<pid>\d+)\) died)?"

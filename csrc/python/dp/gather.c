@@ -90,10 +90,10 @@ static int warn_of_scalars(joiner *self)
     if (self->has_warned)
         return 0;
     self->has_warned = 1;
-    return PyErr_WarnEx(PyExc_UserWarning,
-                        "Was asked to gather along dimension 0, but all input tensors "
-                        "were scalars; will instead unsqueeze and return a vector.",
-                        1);
+    PyObject *done =
+        PyObject_CallFunction(self->walk.state->warn_of_scalars, "n", self->walk.n);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }
 
 static PyObject *join_tensors(joiner *self, PyObject *values, const pli_shape *shape)

@@ -52,6 +52,24 @@ Under a launcher:
   torchrun --nproc-per-node 2 -m paceline -m package.train [argument ...]
 """
 
+_RUN_USAGE = """\
+usage: {program} run script.py [argument ...]           (or -m module, or -c code)
+       {program} run -n RANKS [option ...] script.py [argument ...]
+
+Runs a Python program with Paceline's classes under torch's names: once, as `python`
+does, or as RANKS ranks on this machine (`-n gpu`: one for each GPU).
+
+Options come before the script; what follows it goes to the script.  With -n they are
+torchrun's; useful on one machine are
+
+  --max-restarts N         start the ranks again after a failure, N times at most
+  --log-dir DIR            write each rank's output to a file; see --redirects, --tee
+  --local-ranks-filter 0   show the output of these ranks alone
+  -m                       what follows is a module
+
+For several hosts call torchrun, srun or mpirun: docs/launchers.md.
+"""
+
 _STDOUT = 1
 _MODULE, _SCRIPT = "python -m paceline", "paceline"
 
@@ -68,6 +86,11 @@ def main() -> None:
         # Python would write the rest at exit, and raise the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
         status = 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"paceline: torch is not installed: {paceline.INSTALL}", file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:
         status = 130
     raise SystemExit(status)
@@ -82,6 +105,7 @@ _COMMANDS = {
 }
 """The module of each command, which is imported once the command is given."""
 _KNOWN = (*_COMMANDS, "--help", "--version")
+_MEANS_RUN = ("launch", "train", "start", "torchrun", "python")
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -94,17 +118,23 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     program = arguments[1:] if first == "run" else arguments
     if program[:1] in (["-h"], ["--help"]):
-        print(_USAGE.format(program=_program()), end="")
+        usage = _RUN_USAGE if first == "run" else _USAGE
+        print(usage.format(program=_program()), end="")
         return 0
-    is_word = re.fullmatch(r"[\w-]+", first) and not os.path.exists(first)
-    if first != "run" and is_word and (question := meant(first, _KNOWN)):
-        _refuse(f"unknown word {first}{question}")
+    is_word = re.fullmatch(r"[a-zA-Z][\w-]*|--[\w-]+", first) is not None
+    if first != "run" and is_word and not os.path.exists(first):
+        if meant(first, _MEANS_RUN):
+            _refuse(
+                f"unknown word {first}: {_program()} run -n 2 script.py starts ranks"
+            )
+        if (question := meant(first, _KNOWN)) or not first.startswith("-"):
+            _refuse(f"{first} is no command and no file{question}")
     from paceline._cli import run
 
     try:
         run.run(program)
     except run.UsageError as error:
-        _refuse(str(error))
+        _refuse(str(error), " run" if first == "run" else "")
 
 
 def _program() -> str:
@@ -113,6 +143,7 @@ def _program() -> str:
     return _SCRIPT if is_script and sys.argv[0] != "-m" else _MODULE
 
 
-def _refuse(message: str) -> NoReturn:
-    print(f"paceline: {message} ({_program()} --help says more)", file=sys.stderr)
+def _refuse(message: str, command: str = "") -> NoReturn:
+    more = f"{_program()}{command} --help says more"
+    print(f"paceline{command}: {message} ({more})", file=sys.stderr)
     raise SystemExit(2)

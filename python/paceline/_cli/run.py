@@ -12,7 +12,7 @@ import re
 import secrets
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline import _cgroup, _environment
 from paceline._install import rebind
@@ -40,6 +40,9 @@ def run(arguments: list[str]) -> NoReturn:
     if first.startswith("-") and first != "-" and first[:2] not in ("-m", "-c"):
         raise UsageError(f"unknown option {first}")
     flags = _python_flags()
+    if first.endswith(".py") and arguments[1:2] == ["-n"]:
+        hint = f"paceline run: -n goes to {first}; for ranks write -n before {first}"
+        print(hint, file=sys.stderr, flush=True)
     _reach()
     os.execv(sys.executable, [sys.executable, *flags, *arguments])
 
@@ -58,7 +61,9 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
         raise UsageError(
             f"-n {n}: {words}give a number of ranks, or gpu for one per GPU"
         )
-    given = get_args_parser().parse_args([f"--nproc-per-node={n}", *arguments])
+    parser: Any = get_args_parser()
+    parser.error = _refuse
+    given = parser.parse_args([f"--nproc-per-node={n}", *arguments])
     if given.nproc_per_node != n:
         raise UsageError(f"-n {n} and --nproc-per-node {given.nproc_per_node}: give -n")
     if given.nnodes not in ("1", "1:1") or given.rdzv_endpoint or given.node_rank:
@@ -69,6 +74,12 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
         os.environ[_environment.SECRET] = secrets.token_hex(32)
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--local-addr=127.0.0.1", f"--nproc-per-node={n}", *arguments]
+
+
+def _refuse(message: str) -> NoReturn:
+    """Take the place of the error of torchrun's parser, which prints all its usage."""
+    is_script_missing = "training_script" in message
+    raise UsageError("give a script or -m module" if is_script_missing else message)
 
 
 def _python_flags() -> list[str]:

@@ -20,7 +20,13 @@ from torch.utils import _pytree
 from torch.utils.data import BatchSampler, dataloader
 
 from paceline import _native
-from paceline._compat import packed_sequence, sparse_rows, torch_cuda, torch_graph
+from paceline._compat import (
+    mistakes,
+    packed_sequence,
+    sparse_rows,
+    torch_cuda,
+    torch_graph,
+)
 
 MINIMUM = (2, 4)
 
@@ -78,6 +84,7 @@ def attach() -> None:
         split_packed=packed_sequence.split_packed,
         join_packed=packed_sequence.join_packed,
         join_arrays=packed_sequence.join_arrays,
+        warn_of_scalars=mistakes.warn_of_scalars,
         tensor_type=torch.Tensor,
         size_type=torch.Size,
         packed_type=PackedSequence,

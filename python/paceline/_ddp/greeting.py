@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from paceline import _environment, _native, _recorder
+from paceline._compat import mistakes
 from paceline._ddp import mixed_precision, model_spec, options, placement
 from paceline._ddp.model_spec import Model
 from paceline._ddp.rendezvous import Meeting
@@ -57,10 +56,7 @@ class Wish:
         model, gpu, here = Model([], []), None, placement.Placement()
         travelling = model
         try:
-            if not isinstance(module, torch.nn.Module):
-                raise TypeError(
-                    f"module is {type(module).__name__}: give a torch.nn.Module"
-                )
+            mistakes.check_module(module)
             model = Model.of(module)
             if read_arguments is not None:
                 read_arguments(model)
@@ -79,7 +75,7 @@ class Wish:
         except (RuntimeError, TypeError, ValueError, MemoryError, OSError) as problem:
             error = error or problem
         agreed = {
-            "bucket_cap_mb": (given.caps, given.network_caps),
+            "bucket_cap_mb": given.cap_mb,
             "broadcast_buffers": given.sync_buffers,
             "init_sync": given.sync_at_start,
             "a hook for buffers": self.sends_buffers,

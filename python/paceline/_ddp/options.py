@@ -30,6 +30,11 @@ class Caps:
     # Each bucket's, in the order of filling, instead of the two; the last repeats.
     each: tuple[int, ...] = ()
 
+    @property
+    def megabytes(self) -> float | list[float]:
+        """What the caller gave, in mebibytes."""
+        return [n / MIB for n in self.each] or self.bucket_bytes / MIB
+
 
 DEFAULT_CAPS = Caps(1 * MIB, MIB // 4)
 """Small enough to be summed in cache and sent early; nothing hides the last bucket."""
@@ -54,6 +59,15 @@ class Options:
 
     def __post_init__(self) -> None:
         forks.note(self.group)
+
+    @property
+    def cap_mb(self) -> float | list[float] | None:
+        """The argument ``bucket_cap_mb``, or its list."""
+        is_default = (self.caps, self.network_caps) == (
+            DEFAULT_CAPS,
+            DEFAULT_NETWORK_CAPS,
+        )
+        return None if is_default else self.network_caps.megabytes
 
     def caps_of(self, *, is_by_group: bool, is_on_gpu: bool) -> Caps:
         """Return the caps that suit the carrier of the gradients."""
@@ -130,7 +144,13 @@ def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
     """Return the group that the two arguments name."""
     if device_mesh is None:
         if process_group is None:
-            return torch_groups.default_group()
+            try:
+                return torch_groups.default_group()
+            except ValueError as error:
+                raise ValueError(
+                    f"{error} paceline.init() does it, before the model is wrapped, in "
+                    "a script that `paceline run -n 2 train.py` or a launcher starts"
+                ) from None
         if not torch_groups.is_group_or_token(process_group):
             raise TypeError(
                 f"process_group is {process_group!r}: give a group of "
@@ -246,6 +266,6 @@ def raise_first_difference(options: list[dict[str, str]]) -> None:
         for name, first in options[0].items():
             if theirs.get(name) != first:
                 raise _native.MismatchError(
-                    f"{name} differs: rank 0 was given what makes {first}, rank {rank} "
-                    f"what makes {theirs.get(name)}; give every rank the same"
+                    f"{name} differs: rank 0 was given {first}, rank {rank} was "
+                    f"given {theirs.get(name)}; give every rank the same"
                 )

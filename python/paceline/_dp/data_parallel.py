@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
 from paceline._checkpoint import LoadsEither, Wrapped
-from paceline._compat import torch_core, torch_graph, torch_modes
+from paceline._compat import mistakes, torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
 from paceline._dp.engine import Engine
 from paceline._dp.marker import has_mark, unmarked
@@ -182,10 +182,7 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"module is {type(module).__name__}: give a torch.nn.Module"
-            )
+        mistakes.check_module(module)
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim is {dim!r}: give an integer")
         torch_core.warn_of_wrapper(module, type(self))

@@ -122,6 +122,7 @@ def join(
     is_quiet: bool,
 ) -> World:
     """Join the world of a launch; rank 0 prints a line unless `is_quiet` is set."""
+    _check_backend(backend)
     uses_gpu = computes_on_gpu(backend)
     if launch.local_rank is not None:
         _choose_device(uses_gpu, launch.local_rank)  # fail before others wait
@@ -318,6 +319,16 @@ def _export_variables(launch: Launch) -> list[str]:
 
 def _names_gpu(backend: str | None) -> bool:
     return backend is None or "nccl" in backend.lower() or "cuda" in backend.lower()
+
+
+def _check_backend(backend: str | None) -> None:
+    known = [name for name in dist.Backend.backend_list if name != "undefined"]
+    for part in (backend or "gloo").lower().split(","):
+        if (name := part.rpartition(":")[2]) not in known:
+            raise ValueError(
+                f"backend is {backend!r}, and torch has no {name!r}: leave it out, or "
+                f"give 'gloo' or {_GPU_BACKEND!r} (torch has {', '.join(known)})"
+            )
 
 
 def computes_on_gpu(backend: str | None) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import gc
 import importlib
+import itertools
 import json
 import os
 import pty
@@ -294,6 +295,36 @@ def test_top_keeps_its_numbers_in_a_terminal_of_80_columns(name):
     for row, text in zip(job.rows, lines[2:], strict=True):
         numbers = [str(row.rank), str(row.pid), "1234569", f"{row.step_ms:.2f}"]
         assert [w for w in text.split() if w in numbers][:4] == numbers, lines
+
+
+@pytest.mark.parametrize(
+    ("height", "n_rows", "said"),
+    [
+        (33, [12, 12, 1], []),
+        (30, [12, 12], ["... 1 more: --job"]),
+        (26, [12, 8], ["... 4 more ranks: --pid", "... 1 more: --job"]),
+        (20, [12], ["... 2 more: --job"]),
+        (12, [8], ["... 4 more ranks: --pid", "... 2 more: --job"]),
+        (5, [], ["... 3 more: --job"]),
+    ],
+)
+def test_top_says_what_a_low_terminal_has_no_room_for(name, height, n_rows, said):
+    console = pytest.importorskip("rich.console").Console(width=80, height=height)
+    table = importlib.import_module("paceline._cli.steps.table")
+    recorders = [start(job=f"h:{j}", rank=r) for j in (1, 2) for r in range(12)]
+    recorders.append(start(job="h:3"))
+    picture = table.picture(summary.jobs(summary.read()[0]), [], 80, height)
+    lines = ["".join(s.text for s in line) for line in console.render_lines(picture)]
+    heads = [i for i, line in enumerate(lines) if line.startswith("h:")]
+    rows = [
+        sum(line.split()[0].isdigit() for line in lines[i:j])
+        for i, j in itertools.pairwise([*heads, len(lines)])
+    ]
+    assert rows == n_rows
+    assert len(lines) <= height
+    notes = [line for line in lines if line.startswith("...")]
+    assert all(a.startswith(b) for a, b in zip(notes, said, strict=True))
+    del recorders
 
 
 def test_the_help_of_top_has_each_column_and_key():

@@ -110,7 +110,7 @@ def test_a_bad_number_in_the_environment_is_an_error(monkeypatch, word):
 
 
 LAYER = nn.Linear(1, 1)
-NO_MODULE = TypeError, r"give a torch\.nn\.Module"
+NO_MODULE = TypeError, r"give a torch\.nn\.Module|give an object"
 BAD = [
     *(((module,), *NO_MODULE) for module in (None, 3, nn.Linear, [LAYER])),
     *(((LAYER, TWO, None, d), TypeError, "dim is") for d in (None, "0", 1.0, True)),

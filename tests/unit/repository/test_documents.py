@@ -24,6 +24,7 @@ import documents
 import paceline
 import pytest
 from documents import README, ROOT, RUN_PAGES, commands_of, name_of
+from paceline._cli import main
 from paceline._cli.doctor import command as doctor
 from paceline._cli.doctor import machine
 from support import warm
@@ -115,6 +116,11 @@ def check_gpu_script(command: str) -> None:
         assert word.isdigit() or re.search(rf"(?<![\w-]){word}\b", known), word
 
 
+def check_completion(command: str) -> None:
+    words = shlex.split(command)
+    assert sorted(words[words.index("-W") + 1].split()) == sorted(main._COMMANDS)
+
+
 def check_script(command: str) -> None:
     scripts = {name for page in RUN_PAGES for name in documents.scripts_of(page)}
     assert documents.scripts_in(command)
@@ -126,6 +132,7 @@ NOT_RUN: dict[str, tuple[str, Callable[[str], None]]] = {
     "make": ("builds and trains for minutes; .ci/run does it", check_target),
     "pip": ("needs a network; .ci/run installs by make", check_package),
     "docker": ("needs Docker; tests/image builds and tries the image", check_image),
+    "complete": ("is for interactive shells", check_completion),
     "ssh": ("needs the container; tests/image logs in", check_login),
     "mpirun": ("needs MPI; tests/ranks has its variables", check_script),
     "paceline": ("needs a job that runs; test_watching.py", check_trace),

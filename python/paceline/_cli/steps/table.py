@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console, Group, JustifyMethod
@@ -21,11 +23,30 @@ _COLUMNS = (
 _OPTIONAL = ("last steps", "RSS", "device", "sums", "pid")
 """Columns that a narrow terminal leaves out, in this order."""
 _GAP = 2
+_HEAD_LINES = 2
+_LEAST_ROWS = 4  # of a job that is cut
 
 
-def picture(found: Sequence[Job], problems: Sequence[str], width: int) -> Group:
-    """Return all that is shown: one table per job, and what could not be read."""
-    parts: list[Table | Text] = [_table(job, width) for job in found]
+def picture(
+    found: Sequence[Job], problems: Sequence[str], width: int, height: int = sys.maxsize
+) -> Group:
+    """Return all that is shown: one table per job, and what could not be read.
+
+    It says what a terminal of this height has no room for.
+    """
+    parts: list[Table | Text] = []
+    room = height - len(problems) - 2  # for what is said below
+    for n_shown, job in enumerate(found):
+        n_rows = min(len(job.rows), room - _HEAD_LINES)
+        if n_rows < min(len(job.rows), _LEAST_ROWS):
+            rest = f"... {len(found) - n_shown} more: --job chooses one"
+            parts.append(Text(rest, style="yellow"))
+            break
+        parts.append(_table(job, width, n_rows))
+        if n_rows < len(job.rows):
+            rest = f"... {len(job.rows) - n_rows} more ranks: --pid chooses one"
+            parts.append(Text(rest, style="yellow"))
+        room -= _HEAD_LINES + n_rows
     if not found:
         parts.append(Text("No job of this user is recorded on this host."))
     parts += [Text(problem, style="yellow") for problem in problems]
@@ -45,7 +66,7 @@ def _widths(rows: list[list[str | Text]], most: int) -> dict[str, int]:
     return widths
 
 
-def _table(job: Job, most: int) -> Table:
+def _table(job: Job, most: int, n_rows: int) -> Table:
     first = job.rows[0]
     what = f"{first.world_size} ranks"
     if first.kind == "replicas":
@@ -55,7 +76,7 @@ def _table(job: Job, most: int) -> Table:
         title += f", waiting for {job.slowest} most"
     shown = Text(title, style="table.title")  # a string would be read as markup
     table = Table(title=shown, title_justify="left", box=None, pad_edge=False)
-    rows = [_cells(row) for row in job.rows]
+    rows = [_cells(row) for row in job.rows[:n_rows]]
     widths = _widths(rows, most)
     for name, width in widths.items():
         side: JustifyMethod = "right" if name in _NUMBERS else "left"
@@ -98,8 +119,8 @@ def _bars(times: Sequence[float]) -> str:
 
 
 def print_once(found: Sequence[Job], problems: Sequence[str]) -> None:
-    """Print the table; 200 columns wide if the output is not a terminal."""
+    """Print the table; a file gets 200 columns, unless COLUMNS is set."""
     console = Console()
-    if not console.is_terminal:
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
         console = Console(width=200)
     console.print(picture(found, problems, console.width))

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from paceline._cli.options import Parser
 from paceline._cli.steps import summary
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str], program: str) -> int:
 
     with Live(screen=True, auto_refresh=False) as live:
         while True:
-            shown = table.picture(*_look(options), live.console.width)
+            size = live.console.size
+            shown = table.picture(*_look(options), size.width, size.height)
             live.update(shown, refresh=True)
             time.sleep(options.interval)
 
@@ -77,10 +79,10 @@ def _read(arguments: Sequence[str], program: str) -> argparse.Namespace:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.05 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text}: give 0.05 to 3600 seconds")
-    return seconds
+    with suppress(ValueError):
+        if 0.05 <= (seconds := float(text)) <= 3600:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text}: give 0.05 to 3600 seconds")
 
 
 def _look(options: argparse.Namespace) -> tuple[list[summary.Job], list[str]]:
