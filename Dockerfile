@@ -3,7 +3,7 @@
 #   docker build -t paceline .                                               CUDA
 #   docker build -t paceline --build-arg BASE_IMAGE=python:3.12-slim .       without
 #   docker build -t paceline --target train .          neither Jupyter nor SSH
-#   docker run --rm -it -p 8888:8888 paceline                                Jupyter
+#   docker run --rm -it -p 127.0.0.1:8888:8888 paceline                      Jupyter
 #
 # The base is any image of Debian or Ubuntu with Python 3.10 or later and pip.  If it has
 # a torch, that torch stays, because it was built for the base's CUDA.  Otherwise pip

@@ -15,6 +15,7 @@ OTHER_PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "SECURITY.md",
+    ROOT / "SUPPORT.md",
     ROOT / "notebooks" / "README.md",
 ]
 PAGES = RUN_PAGES + OTHER_PAGES
