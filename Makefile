@@ -328,6 +328,10 @@ format: $(DEPENDENCIES) ## bring C and Python into the form that lint asks for
 
 # ---- cleaning ------------------------------------------------------------------
 
+.PHONY: notebooks
+notebooks: $(INSTALLED) $(DEPENDENCIES) ## run the lessons, and store them with their outputs
+	$(PY) notebooks/store.py
+
 .PHONY: docs
 docs: $(INSTALLED) $(DEPENDENCIES) ## the pages and the reference as a site: build/docs/site/index.html
 	$(PY) -m sphinx -q -W --keep-going -E -c docs/site docs $(BUILD)/docs

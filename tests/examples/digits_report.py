@@ -116,6 +116,7 @@ def plot(outcome: Outcome, path: Path) -> None:
         right.axvline(median, color=colour, linestyle="--")
     right.set(xlabel="step time, ms", ylabel="steps")
     right.set_title(f"Time of a step, {outcome.title}")
+    right.set_ylim(top=1.35 * right.get_ylim()[1])  # room for the legend
 
     for axes in left, right:
         axes.legend(frameon=False)
