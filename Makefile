@@ -117,7 +117,8 @@ $(BUILD)/crash.so: tests/support/crash.c
 # Too long for each change: run it by hand, before a release.  docs/versions.md has the
 # last results.
 .PHONY: test-all py-test-long
-HEAVY := py-test-long c-test-plain sanitize gpu-fake-calls fuzz-bytes fuzz fuzz-dp hosts matrix
+HEAVY := py-test-long c-test-plain sanitize gpu-fake-calls fuzz-bytes fuzz fuzz-dp hosts \
+	engines matrix
 test-all: test ## test, and the heavier checks: some hours
 	@for target in $(HEAVY); do \
 	    echo "==== make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
@@ -157,6 +158,15 @@ hosts: $(INSTALLED) $(DEPENDENCIES) ## DistributedDataParallel across hosts: its
 	TEST_RANKS_PER_HOST=1 $(PY) -m pytest -q tests/parity/ddp
 	FUZZ=$(or $(FUZZ),100) $(PY) -m pytest -q -m long tests/ranks/test_hosts.py
 	$(PY) -m pytest -q -m long tests/hostile
+
+# In a separate environment, with this tree installed.  Spark needs Java.
+.PHONY: engines engines-test
+engines: ## docs/engines.md: Ray, Spark, Dask, submitit, torchrun and mpirun, as torch
+	@$(MAKE) --no-print-directory VENV=$(BUILD)/engines engines-test
+
+engines-test: $(INSTALLED)
+	$(PIP) install -q -c $(VERSIONS) -r requirements/engines.txt
+	$(PY) -m pytest tests/engines --durations=0 $(PYTEST_FLAGS)
 
 # MATRIX=3.13 takes one row, TORCH=2.14.1 another torch than the table's.
 .PHONY: matrix

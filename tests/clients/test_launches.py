@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from launches import Run, check_equal, check_wrappers, end_all, start
+from launches import Run, check_equal
+from support.clients import check_wrappers, end_all, start
 
 OURS = "0 paceline.DistributedDataParallel\n1 paceline.DistributedDataParallel"
 TORCHS = OURS.replace("paceline", "torch.nn.parallel.distributed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from launches import (
-    DEADLINE_SECONDS,
     HERE,
     Run,
     alone,
@@ -14,13 +13,16 @@ from launches import (
     check_ranks_agree,
     check_resumes,
     check_saved,
-    end_all,
-    needs,
     run,
-    start,
     with_accelerate,
 )
-from support.clients import transformers_or_skip
+from support.clients import (
+    DEADLINE_SECONDS,
+    end_all,
+    needs,
+    start,
+    transformers_or_skip,
+)
 from support.ports import free_port
 
 accelerate = needs("accelerate", "sklearn")

@@ -10,7 +10,7 @@ from typing import Any
 import paceline
 import pytest
 import torch
-from launches import needs
+from support.clients import needs
 from torch import nn
 
 N_ROWS = 6

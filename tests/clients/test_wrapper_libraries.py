@@ -13,7 +13,7 @@ import warnings
 import paceline
 import pytest
 import torch
-from launches import needs
+from support.clients import needs
 from support.ranks import run_ranks, values
 from torch import nn
 

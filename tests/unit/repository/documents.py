@@ -10,8 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
-RUN_PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+ENGINES = ROOT / "docs" / "engines.md"  # tests/engines runs its programs
+RUN_PAGES = [README, *sorted({*(ROOT / "docs").glob("*.md")} - {ENGINES})]
 OTHER_PAGES = [
+    ENGINES,
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "SECURITY.md",
