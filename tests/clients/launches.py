@@ -42,7 +42,7 @@ TRIES = 4
 def needs(*modules: str) -> pytest.MarkDecorator:
     """Return the mark that skips a test if modules are not installed."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    reason = f"not installed: {', '.join(missing)}; pip install paceline[clients]"
+    reason = f"not installed: {', '.join(missing)}; `make clients` installs it"
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
