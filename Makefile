@@ -116,7 +116,7 @@ $(BUILD)/crash.so: tests/support/crash.c
 # Too long for each change: run it by hand, before a release.  docs/versions.md has the
 # last results.
 .PHONY: test-all py-test-long
-HEAVY := py-test-long c-test-plain sanitize gpu-fake-calls fuzz-bytes fuzz fuzz-dp hosts matrix
+HEAVY := py-test-long c-test-plain sanitize gpu-fake-calls fuzz-bytes fuzz fuzz-dp hosts clients matrix
 test-all: test ## test, and the heavier checks: some hours
 	@for target in $(HEAVY); do \
 	    echo "==== make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
@@ -156,6 +156,23 @@ hosts: $(INSTALLED) $(DEPENDENCIES) ## DistributedDataParallel across hosts: its
 	TEST_RANKS_PER_HOST=1 $(PY) -m pytest -q tests/parity/ddp
 	FUZZ=$(or $(FUZZ),100) $(PY) -m pytest -q -m long tests/ranks/test_hosts.py
 	$(PY) -m pytest -q -m long tests/hostile
+
+# In build/clients, since they are large.  The last three ask for another torch, or for
+# packages without a build for CPUs; their tests replace what is missing.
+LIBRARIES := $(VENV)/.libraries
+$(LIBRARIES): requirements/libraries.txt requirements/clients.txt | $(INSTALLED)
+	@echo "Installing libraries: some minutes."
+	$(PIP) install -q -c $(VERSIONS) pytest pytest-xdist \
+	    -r requirements/clients.txt -r requirements/libraries.txt
+	$(PIP) install -q -c $(VERSIONS) --no-deps fastai mosaicml speechbrain
+	@touch $@
+
+.PHONY: clients clients-table
+clients: ## programs of many libraries by torch and by Paceline; the table in docs/versions.md
+	@$(MAKE) --no-print-directory VENV=$(BUILD)/clients clients-table
+
+clients-table: $(INSTALLED) $(LIBRARIES)
+	$(PY) tests/matrix/libraries.py
 
 # MATRIX=3.13 takes one row, TORCH=2.14.1 another torch than the table's.
 .PHONY: matrix
