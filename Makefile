@@ -118,7 +118,7 @@ $(BUILD)/crash.so: tests/support/crash.c
 # last results.
 .PHONY: test-all py-test-long
 HEAVY := py-test-long c-test-plain sanitize gpu-fake-calls fuzz-bytes fuzz fuzz-dp hosts \
-	engines matrix
+	engines clients matrix
 test-all: test ## test, and the heavier checks: some hours
 	@for target in $(HEAVY); do \
 	    echo "==== make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
@@ -167,6 +167,23 @@ engines: ## docs/engines.md: Ray, Spark, Dask, submitit, torchrun and mpirun, as
 engines-test: $(INSTALLED)
 	$(PIP) install -q -c $(VERSIONS) -r requirements/engines.txt
 	$(PY) -m pytest tests/engines --durations=0 $(PYTEST_FLAGS)
+
+# In build/clients, since they are large.  The last three ask for another torch, or for
+# packages without a build for CPUs; their tests replace what is missing.
+LIBRARIES := $(VENV)/.libraries
+$(LIBRARIES): requirements/libraries.txt requirements/clients.txt | $(INSTALLED)
+	@echo "Installing libraries: some minutes."
+	$(PIP) install -q -c $(VERSIONS) pytest pytest-xdist \
+	    -r requirements/clients.txt -r requirements/libraries.txt
+	$(PIP) install -q -c $(VERSIONS) --no-deps fastai mosaicml speechbrain
+	@touch $@
+
+.PHONY: clients clients-table
+clients: ## programs of many libraries by torch and by Paceline; the table in docs/versions.md
+	@$(MAKE) --no-print-directory VENV=$(BUILD)/clients clients-table
+
+clients-table: $(INSTALLED) $(LIBRARIES)
+	$(PY) tests/matrix/libraries.py
 
 # MATRIX=3.13 takes one row, TORCH=2.14.1 another torch than the table's.
 .PHONY: matrix

@@ -28,6 +28,7 @@ Launch = Callable[[Library, Path, list[str]], list[str]]
 HERE = Path(__file__).parent
 TRIES = 4
 
+
 # ---- ways to start a program ---------------------------------------------------------
 
 OURS: dict[Library, list[str]] = {"torch": [], "paceline": ["-m", "paceline"]}

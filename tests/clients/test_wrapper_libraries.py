@@ -7,14 +7,12 @@ Each is compared with the plain module, or with itself over torch's class.
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 
 import paceline
 import pytest
 import torch
 from support.clients import needs
-from support.ranks import run_ranks, values
 from torch import nn
 
 TWO = ["cpu", "cpu"]
@@ -165,85 +163,3 @@ def test_an_estimator_of_skorch_fits_and_predicts_as_with_the_plain_module(is_in
         else estimate(kind, module__module=net(), module__device_ids=[0, 1])
     )
     torch.testing.assert_close(ours, plain)
-
-
-# ---- mmengine: a wrapper with steps, and one that skips the constructor --------------
-
-
-def train_by_mmengine(rank, n_ranks, library):
-    """Train a model and a pair of models; return all weights, and the bases' names."""
-    if library == "paceline":
-        paceline.install()
-    sys.modules["transformers"] = None  # mmengine imports it if it can: 2 s
-    from mmengine.model import (
-        BaseModel,
-        MMDistributedDataParallel,
-        MMSeparateDistributedDataParallel,
-    )
-    from mmengine.optim import OptimWrapper, OptimWrapperDict
-
-    def optimizer_of(module, **options):
-        return OptimWrapper(torch.optim.Adam(module.parameters(), lr=0.02), **options)
-
-    class Regressor(BaseModel):
-        def __init__(self):
-            super().__init__()
-            self.layers = net()
-
-        def forward(self, inputs, data_samples=None, mode="tensor"):
-            out = self.layers(inputs)
-            return {"loss": (out - data_samples).square()} if mode == "loss" else out
-
-    class Pair(BaseModel):
-        def __init__(self):
-            super().__init__()
-            self.generator, self.discriminator = net(2, 4), net(4, 1)
-            self.idle = nn.ReLU()
-
-        def forward(self, noise):
-            return self.generator(noise)
-
-        def train_step(self, data, optimizers):
-            real, noise = data
-            fake = self.generator(noise)
-            score = self.discriminator(real) - self.discriminator(fake.detach())
-            optimizers["discriminator"].update_params(-score.mean())
-            optimizers["generator"].update_params(-self.discriminator(fake).mean())
-            return {"score": score.mean()}
-
-    generator = torch.Generator().manual_seed(rank)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    model = MMDistributedDataParallel(module=Regressor())
-    optimizer = optimizer_of(model, accumulative_counts=2)
-    optimizer.initialize_count_status(model, 0, 4)
-    logs = []
-    for _ in range(4):
-        data = {"inputs": randn(5, 6), "data_samples": randn(5, 3)}
-        logs.append(model.train_step(data, optimizer)["loss"].detach())
-    pair = MMSeparateDistributedDataParallel(Pair()).train()
-    parts = {"generator": pair.module.generator}
-    parts["discriminator"] = pair.module.discriminator
-    optimizers = OptimWrapperDict(
-        **{k: optimizer_of(part) for k, part in parts.items()}
-    )
-    for _ in range(3):
-        logs.append(pair.train_step((randn(5, 4), randn(5, 2)), optimizers)["score"])
-    bases = {kind.__module__ for one in (model, pair) for kind in type(one).__bases__}
-    weights = [*model.state_dict().values(), *pair.state_dict().values()]
-    return [log.tolist() for log in logs], [w.tolist() for w in weights], bases
-
-
-@needs("mmengine")
-def test_the_wrappers_of_mmengine_train_as_over_torchs_class():
-    theirs, ours = (
-        values(run_ranks(train_by_mmengine, 2, library))
-        for library in ("torch", "paceline")
-    )
-    for (*plain, torchs), (*own, paceline_) in zip(theirs, ours, strict=True):
-        assert own == plain
-        assert torchs == {"torch.nn.parallel.distributed"}
-        assert paceline_ == {"paceline"}
-    assert ours[0][1] == ours[1][1]

@@ -11,7 +11,7 @@ build/matrix/<Python>, as it does .venv; the JUnit file of each part of the suit
 kept there.  Arguments after `--` go to pytest, and run instead of the parts.
 
 build/matrix/table.md lists all parts that have run, in this run or an earlier one;
-docs/versions.md is a copy of it.  Exits with 1 if a test has failed.
+docs/versions.md has a copy of it.  Exits with 1 if a test has failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -40,51 +41,6 @@ ROWS = {"3.10": "2.4.1", "3.12": "2.8.0", "3.13": "2.15.0", "3.14t": "2.15.0"}
 PARTS = ["clients", "ranks", "parity/ddp", "parity/dp", "parity/upstream", "unit"]
 
 HEAD = """\
-# Versions
-
-The tests run with torch {pinned} before every change lands. `make matrix` runs them
-with the Pythons and torches below and writes the tables of this page:
-
-| command | runs |
-| --- | --- |
-| `make MATRIX=3.13 matrix` | one row |
-| `make MATRIX="3.13 --part unit" matrix` | one folder of `tests/` in a row |
-| `make MATRIX=3.13 TORCH=2.14.1 matrix` | a row with another torch |
-| `make MATRIX=3.13 MATRIX_FLAGS="-- -k bucket" matrix` | other tests |
-
-`pip` may find the other torch anywhere. The table below lists the folders of `tests/`
-that it counts.
-
-## Python without the GIL
-
-In a free-threaded Python, importing `paceline` turns the GIL on, and Python reports
-that by a RuntimeWarning. `PYTHON_GIL=0` leaves the GIL off: the extension then uses a
-lock of its own instead.
-
-The GIL stays on by default because of failures with unknown causes. Of four runs of the
-thread tests without the GIL (Python 3.13.5, torch 2.12.0, on the CPU), one crashed and
-one stood still in a forked child. GPUs and Python 3.14 have not run without the GIL.
-
-No thread may change a model while another thread is in its forward or backward. With a
-GIL that is an error; without one it may crash.
-
-## Of `make test-all`
-
-The result of each part when it last ran:
-
-| part | ran | result |
-| --- | --- | --- |
-| tests marked `long` | 2026-11-26, 205 s | 14 passed |
-| `make c-test-plain` | 2026-11-26, 80 s with the build | 55 programs passed |
-| `make sanitize` (TSan) | with each change, 151 s | 55 programs passed |
-| `make fuzz-bytes` | 2026-11-26, a minute | nothing found |
-| `make fuzz` | 2026-11-26, 1,400 programs, 950 on meshes, 400 loops | as with torch |
-| `make fuzz-dp` | 2026-11-26, 600 on the CPU, 300 on simulated GPUs | none wrong |
-| `make hosts` | 2026-11-25, 584 s | 1,569 passed; 100 drawn failures, none wrong |
-| `make matrix` | 2026-11-25 | the tables below |
-
-## What has run
-
 | Python | torch | of `tests/` | passed | failed | skipped |
 | --- | --- | --- | --- | --- | --- |
 """
@@ -143,14 +99,26 @@ def reason_of(message: str) -> str:
     )
 
 
-def read(junit: Path) -> Result:
-    result = Result()
+def cases(junit: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the outcome and the reason of each test in a JUnit file."""
     for case in ElementTree.parse(junit).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
         skip = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
-            result.failed.append(f"{case.get('classname')}::{case.get('name')}")
+            yield name, "failed", ""
         elif skip is not None:
-            result.skipped[reason_of(skip.get("message", ""))] += 1
+            yield name, "skipped", reason_of(skip.get("message", ""))
+        else:
+            yield name, "passed", ""
+
+
+def read(junit: Path) -> Result:
+    result = Result()
+    for name, outcome, reason in cases(junit):
+        if outcome == "failed":
+            result.failed.append(name)
+        elif outcome == "skipped":
+            result.skipped[reason] += 1
         else:
             result.passed += 1
     return result
@@ -195,16 +163,8 @@ def run_row(name: str, torch: str, parts: list[str], words: list[str]) -> bool:
 # ---- the table -----------------------------------------------------------------------
 
 
-def pinned_torch() -> str:
-    path = ROOT / "requirements" / "constraints.txt"
-    pinned = re.search(r"^torch==(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert pinned is not None
-    return pinned[1]
-
-
 def table() -> str:
-    text = HEAD.format(pinned=pinned_torch())
-    results = {}
+    text, results = HEAD, {}
     for name in ROWS:
         ran = [part for part in PARTS if junit_of(name, part).exists()]
         if not ran:

@@ -34,7 +34,7 @@ WATCH = Path(__file__).parent / "watch"
 
 
 def needs(
-    *names: str, remedy: str = "pip install paceline[clients]"
+    *names: str, remedy: str = "`make clients` installs it"
 ) -> pytest.MarkDecorator:
     """Return the mark that skips a test if modules or programs are not installed."""
     missing = [

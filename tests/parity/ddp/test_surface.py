@@ -352,7 +352,7 @@ def with_the_state_of_its_module(base):
     return Shape
 
 
-# For others see ../../clients/test_wrapper_libraries.py: mmengine's.
+# For others see ../../clients/test_training_libraries.py: mmengine's.
 SHAPES = [
     beside_another_module,
     with_positions,
