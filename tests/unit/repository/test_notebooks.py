@@ -35,5 +35,5 @@ def test_notebook_is_stored_with_the_outputs_of_its_cells(path):
 
     notebook = nbformat.read(path, as_version=4)
     assert notebook.metadata.cells_digest == STORE["digest"](notebook), "make notebooks"
-    assert any("image/png" in str(cell.get("outputs")) for cell in notebook.cells)
+    assert any(cell.get("outputs") for cell in notebook.cells)
     assert "/site-packages/" not in str(notebook)
