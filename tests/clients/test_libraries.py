@@ -52,8 +52,12 @@ def port_for(program: str) -> list[str]:
     ("program", "title", "args"),
     [
         pytest.param(NOTEBOOK, "", [], marks=accelerate),
-        pytest.param(IGNITE, "train", ["--start", "fork"], marks=ignite),
-        pytest.param(TRAINER, "train", ["--short"], marks=lightning),
+        pytest.param(
+            IGNITE, "train", ["--start", "fork"], marks=[ignite, pytest.mark.long]
+        ),
+        pytest.param(
+            TRAINER, "train", ["--short"], marks=[lightning, pytest.mark.long]
+        ),
     ],
 )
 def test_a_short_training_has_our_wrapper_on_both_ranks(tmp_path, program, title, args):

@@ -62,7 +62,7 @@ MISTAKES = [
         for short, name in {
             "DDP": "DistributedDataParallel",
             "DP": "DataParallel",
-            "instal": "install",
+            "gathr": "gather",
         }.items()
     ),
     (
