@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import Any, Generic, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from typing_extensions import TypeVar  # torch depends on it
 
 from paceline import _messages
 from paceline._checksum import damage_of, save_summed
-from paceline._compat import mistakes, torch_core, torch_groups
+from paceline._compat import torch_core, torch_groups
 from paceline._files import write_whole
 
 PREFIX = "module."
@@ -102,18 +102,6 @@ class LoadsEither(torch.nn.Module, Generic[Wrapped]):
         torch_core.attach()
         torchs: Any = next(k for k in type(self).__mro__ if k in torch_core.WRAPPERS)
         super(torchs, self).__init__(*args, **kwargs)
-
-    if not TYPE_CHECKING:  # torch's tells type checkers what there is
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError as error:
-                module = self.__dict__.get("_modules", {}).get("module")
-                if module is None or not mistakes.has(module, name):
-                    raise
-                words = f"{error}: {type(module).__name__} has it; write .module.{name}"
-                raise AttributeError(words) from None
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any

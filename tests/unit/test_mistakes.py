@@ -18,13 +18,6 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layer(x).mean()
 
-    def encode(self, x):
-        return x
-
-    @property
-    def broken(self):
-        raise KeyError("a property is not run to find its name")
-
 
 def replicas(module=None):
     return paceline.DataParallel(module or Net(), ["cpu", "cpu"])
@@ -44,15 +37,6 @@ MISTAKES = [
         "module is the class Net: give an object, such as Net()",
     ),
     (lambda: replicas([Net()]), TypeError, "module is list: give a torch.nn.Module"),
-    *(
-        (
-            lambda name=name: getattr(replicas(), name),
-            AttributeError,
-            f"'DataParallel' object has no attribute '{name}'"
-            f"{f': Net has it; write .module.{name}' * (name != 'encod')}",
-        )
-        for name in ("encode", "broken", "layer", "encod")
-    ),
     *(
         (
             lambda short=short: getattr(paceline, short),

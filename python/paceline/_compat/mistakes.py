@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import warnings
@@ -31,13 +30,4 @@ def warn_of_scalars(n_replicas: int) -> None:
         f"forward returns a scalar, such as a loss, on each of {n_replicas} replicas: "
         "they are joined into a vector; write .mean() before backward()",
         stacklevel=level,
-    )
-
-
-def has(module: torch.nn.Module, name: str) -> bool:
-    """Tell whether a module has an attribute, without running its properties."""
-    held = module.__dict__
-    places = held, *(held[key] for key in ("_parameters", "_buffers", "_modules"))
-    return any(name in place for place in places) or (
-        inspect.getattr_static(type(module), name, None) is not None
     )
