@@ -207,15 +207,8 @@ def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     mine = _RandomState(torch.get_rng_state(), cuda, of_numpy, random.getstate())
     if n_ranks <= 1:
         return [vars(mine)]
-    group = process_group or torch_groups.default_group()
-    with _messages.awaited("save(rng=True)", group):
-        rows = _messages.all_gather_by(group, _messages.pack(mine))
-    if rank != 0:
-        return []
-    return [
-        vars(_messages.unpack(row, _RandomState, f"rank 0: rank {rank}"))
-        for rank, row in enumerate(rows)
-    ]
+    told = _messages.exchange("save(rng=True)", mine, _RandomState, process_group)
+    return [vars(state) for state in told] if rank == 0 else []
 
 
 @dataclass(frozen=True)

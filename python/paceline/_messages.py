@@ -41,7 +41,8 @@ _MAX_TEXT = 1 << 16  # of an exception
 _HEAD = struct.Struct("!8sHQ")
 _MAGIC = b"paceline"
 _FORGED = (
-    "{} has sent a damaged or forged message ({}): check which processes reach the "
+    "{} has sent a damaged or forged message, or that of another call ({}): check that "
+    "every rank makes the same calls, in the same order, and which processes reach the "
     "store and the ports of this job"
 )
 _EXCEPTIONS = {
@@ -237,9 +238,46 @@ def all_gather_by(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
     return all_gather(message, gather, f"rank {torch_groups.group_rank(group)}: rank")
 
 
-def exchange(call: str, message: bytes) -> list[bytes]:
-    """Return every rank's message in the default group; errors name the call."""
+@dataclass
+class Turn:
+    """Whether this process is in the body of ``with world.first()``, before others."""
+
+    goes_first: bool = False
+
+    def refuse(self, call: str) -> None:
+        """Raise if the other ranks cannot make a call, since they wait for this one."""
+        if self.goes_first:
+            raise RuntimeError(
+                f"{call} in the body of `with world.first():` waits for ranks that "
+                "wait for this one to leave the body: call it after the body"
+            )
+
+
+turn = Turn()
+
+
+def exchange(
+    call: str, message: Any, kind: Any, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Return the messages of all ranks of a group that make the same call.
+
+    Raise ``MismatchError`` if they make different ones.
+    """
+    turn.refuse(call)
     torch_groups.wait_for_gloo_at_exit()
-    group = torch_groups.default_group()
+    group = group or torch_groups.default_group()
+    packed = pack((call, message))
     with awaited(call, group):
-        return all_gather_by(group, message)
+        rows = all_gather_by(group, packed)
+    senders = [
+        f"rank {torch_groups.group_rank(group)}: rank {r}" for r in range(len(rows))
+    ]
+    pairs = [*zip(rows, senders, strict=True)]
+    calls = [unpack(row, tuple[str, Any], sender)[0] for row, sender in pairs]
+    for rank, theirs in enumerate(calls):
+        if theirs != calls[0]:
+            raise MismatchError(
+                f"rank 0 has called {calls[0]} where rank {rank} has called {theirs}: "
+                "every rank must make the same calls, in the same order"
+            )
+    return [unpack(row, tuple[str, kind], sender)[1] for row, sender in pairs]

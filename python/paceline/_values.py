@@ -12,9 +12,10 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import PackedSequence
 
 from paceline import _messages
-from paceline._compat import torch_groups
+from paceline._compat import torch_core, torch_groups
 from paceline._errors import MismatchError
 
 _Key = TypeVar("_Key")
@@ -27,6 +28,7 @@ def mean(x: torch.Tensor, *, weight: float | None = None) -> torch.Tensor: ...
 def mean(x: float, *, weight: float | None = None) -> float: ...
 @overload
 def mean(x: Mapping[_Key, Any], *, weight: float | None = None) -> dict[_Key, Any]: ...
+@torch_core.uncompiled
 def mean(x: Any, *, weight: float | None = None) -> Any:
     """Return the mean over ranks of a number or a tensor, or of each in a dict.
 
@@ -73,10 +75,10 @@ def mean(x: Any, *, weight: float | None = None) -> Any:
     tensor(0.7500)
     """
     values = x if isinstance(x, Mapping) else {"": x}
-    names = sorted(values, key=repr)
     parts = [torch.empty(0, dtype=torch.float64, device="cpu")]
-    spec, problem, share = "", None, 1.0
+    names, spec, problem, share = list[Any](), "", None, 1.0
     try:
+        names = sorted(values, key=repr)
         for name in names:
             what, part = _read_number(values[name])
             spec += (f", {name!r}: " if values is x else ", ") + what
@@ -86,15 +88,17 @@ def mean(x: Any, *, weight: float | None = None) -> Any:
     except Exception as error:  # any error: the other ranks must learn of it
         problem = error
     flat = torch.cat(parts)
-    flat = flat * share if share > 0 else torch.zeros_like(flat)
     shares = _exchange("mean()", spec[2:], share, float, problem)
+    if (total := math.fsum(shares)) == 0:
+        raise ValueError("mean() got weight=0 on every rank: there is nothing to mean")
+    if weight is not None:
+        flat = flat * (share / total) if share > 0 else torch.zeros_like(flat)
     if len(shares) > 1:
         flat = flat if "cpu" in torch_groups.backends_by_device() else flat.cuda()
         with _messages.awaited("mean()", torch_groups.default_group()):
             dist.all_reduce(flat)
-    if (total := math.fsum(shares)) == 0:
-        raise ValueError("mean() got weight=0 on every rank: there is nothing to mean")
-    means = (flat.cpu() / total).split_with_sizes([len(part) for part in parts[1:]])
+    flat = flat.cpu() if weight is not None else flat.cpu() / len(shares)
+    means = flat.split_with_sizes([len(part) for part in parts[1:]])
     found = dict(zip(names, means, strict=True))
     found = {name: _restore(found[name], value) for name, value in values.items()}
     return found if values is x else found[""]
@@ -113,6 +117,8 @@ def _read_number(value: Any) -> tuple[str, torch.Tensor]:
 
 
 def _read_weight(weight: Any) -> float:
+    if isinstance(weight, torch.Tensor) and weight.dim() == 0:
+        weight = weight.item()
     if not isinstance(weight, numbers.Real) or not 0 <= float(weight) < math.inf:
         raise ValueError(f"mean() got weight={weight!r}: give a number of at least 0")
     return float(weight)
@@ -130,6 +136,7 @@ def _is_dense(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and not torch_groups.is_dtensor(value)
         and value.layout == torch.strided
+        and not value.is_meta
         and not value.is_quantized
     )
 
@@ -138,18 +145,15 @@ def _exchange(
     call: str, spec: str, own: Any, kind: Any, problem: Exception | None
 ) -> list[Any]:
     """Return each rank's `own`; raise on every rank if specs differ, or one failed."""
-    rank, size = torch_groups.rank_and_size()
-    mine, told = b"", []
+    told = []
     try:
-        mine = _messages.pack((spec, None, own))
+        _messages.pack(own)
     except ValueError as error:  # too long
         problem = problem or error
-    if size > 1:
-        if problem is not None:
-            mine = _messages.pack((spec, str(problem), None))
+    if torch_groups.rank_and_size()[1] > 1:
+        mine = (spec, None, own) if problem is None else (spec, str(problem), None)
         form = tuple[str, str | None, kind | None]
-        for sender, row in enumerate(_messages.exchange(call, mine)):
-            told.append(_messages.unpack(row, form, f"rank {rank}: rank {sender}"))
+        told = _messages.exchange(call, mine, form)
     if problem is not None:
         raise problem
     for sender, (theirs, failure, _) in enumerate(told):
@@ -174,6 +178,7 @@ def gather(x: Mapping[_Key, Any]) -> dict[_Key, Any]: ...
 def gather(x: tuple[Any, ...]) -> tuple[Any, ...]: ...
 @overload
 def gather(x: Any) -> list[Any]: ...
+@torch_core.uncompiled
 def gather(x: Any) -> Any:
     """Return the rows of all ranks, in the order of ranks, on every rank.
 
@@ -252,11 +257,15 @@ def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for name in sorted(value, key=repr):
             yield from _leaves(value[name], f"{at}[{name!r}] ")
-    elif isinstance(value, tuple):
+    elif _is_tuple(value):
         for i, each in enumerate(value):
             yield from _leaves(each, f"{at}[{i}] ")
     else:
         yield at, value.item() if isinstance(value, np.generic) else value
+
+
+def _is_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and not isinstance(value, PackedSequence)
 
 
 def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
@@ -265,7 +274,7 @@ def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
         names = sorted(value, key=repr)
         made = {name: _rebuilt(value[name], leaves) for name in names}
         return {name: made[name] for name in value}
-    if isinstance(value, tuple):
+    if _is_tuple(value):
         parts = [_rebuilt(each, leaves) for each in value]
         return value._make(parts) if hasattr(value, "_make") else tuple(parts)
     return next(leaves)
@@ -283,18 +292,18 @@ def _read_rows(value: Any) -> tuple[str, torch.Tensor | None]:
     return "a list" if isinstance(value, list) else "a plain value", None
 
 
-def _check_plain(value: Any) -> None:
+def _check_plain(value: Any, where: str = "") -> None:
     """Raise TypeError unless a message brings the same value to the other ranks."""
     kind = type(value)
     if kind is list:
         for each in value:
-            _check_plain(each)
+            _check_plain(each, " in a list")
     elif kind is dict and value.keys() != {""} and all(type(k) is str for k in value):
         for each in value.values():
-            _check_plain(each)
+            _check_plain(each, " in a list")
     elif value is not None and kind not in (bool, int, float, str, bytes):
         raise TypeError(
-            f"gather() got a {kind.__name__}: give dense tensors, arrays, plain "
+            f"gather() got a {kind.__name__}{where}: give dense tensors, arrays, plain "
             "values and lists of these values, or dicts and tuples of all that; "
             "torch.distributed.all_gather_object sends other objects"
         )

@@ -86,6 +86,9 @@ class BatchSampler(Sampler[list[int]]):
         self._begin: tuple[int, int, list[int]] = (0, 0, [])
         self._pass: _Pass | None = None
         self._is_loaded = False
+        # Of torch, where a pass goes on in the middle of an epoch: a DataLoader draws a
+        # seed as it begins, which an uninterrupted loop does not.
+        self._random: torch.Tensor | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
         return _Pass(self, *torch_core.read_by_loader(sys._getframe(1)))
@@ -154,6 +157,8 @@ class BatchSampler(Sampler[list[int]]):
             rows = self._rows()
         if self._pass is not None:
             self._pass._loader = {}  # it refers back to that pass
+        if self._is_loaded and self._begin[1] > 0:
+            self._random = torch.get_rng_state()
         self._pass, self._is_loaded = begun, False
         return rows, rank, size
 
@@ -212,6 +217,9 @@ class _Pass(Iterator[list[int]]):
         self._deal()
 
     def __next__(self) -> list[int]:
+        if (state := self._sampler._random) is not None:
+            self._sampler._random = None
+            torch.set_rng_state(state)
         counted = self._sampler._pass
         if counted is not None and abs(counted.n_taken - self.n_taken) > 1:
             words = "another loop over this sampler began before this one ended"

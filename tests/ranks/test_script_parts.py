@@ -1,6 +1,7 @@
 """Other parts of a script, on ranks: batches, values of all ranks, prints and turns."""
 
 import dataclasses
+import datetime
 import itertools
 import logging
 import math
@@ -16,6 +17,7 @@ from paceline import _messages
 from paceline._compat import torch_groups
 from paceline.data import BatchSampler
 from support.ranks import run_ranks, values
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 N_ROWS, BATCH = 20, 6  # 3 ranks join the last batch, of 2 rows, to the one before
@@ -78,6 +80,8 @@ MEANS = [  # the values of ranks 0 and 1, and their mean
 WEIGHTED = [  # the same, and the ranks' weights
     (1.0, 4.0, (3, 1), 1.75),
     (math.nan, 4.0, (0, 2), 4.0),
+    (0.1, 0.1, (torch.tensor(3), 6), 0.1),
+    (1e308, 1e308, (100.0, 300.0), 1e308),
     ({"a": ONES}, {"a": ONES * 2}, (0.25, 0.75), {"a": ONES * 1.75}),
 ]
 HALF = torch.arange(6).reshape(3, 2).bfloat16()
@@ -124,6 +128,13 @@ NOT_GATHERED = [  # the same for gather()
     (np.array(["a"]), 1, "TypeError", "Mismatch.*rank 0 failed"),
     (np.ma.array([1], mask=[True]), 1, "TypeError.*MaskedArray", "Mismatch.*rank 0"),
     (
+        pack_sequence([ONES]),
+        1,
+        "TypeError.*a PackedSequence",
+        "Mismatch.*rank 0 failed",
+    ),
+    (ONES.to("meta"), ONES, "TypeError.*got a Tensor", "Mismatch.*rank 0 failed"),
+    (
         "a" * (64 << 20),
         "a",
         "ValueError.*too long",
@@ -135,6 +146,7 @@ BAD_WEIGHTS = [  # the ranks' weights, the error of rank 0, that of rank 1
     (math.inf, 1, "ValueError.*weight=inf", "Mismatch.*rank 0 failed in mean"),
     (None, 1, "Mismatch.*a number where rank 1 has a number, with a weight", None),
     (0, 0, "ValueError.*weight=0 on every rank", None),
+    (ONES, 1, "ValueError.*weight=tensor", "Mismatch.*rank 0 failed in mean"),
 ]
 
 
@@ -162,6 +174,7 @@ def take_values(rank, n_ranks):
     errors = [error_of(paceline.mean, row[rank]) for row in DIFFERENCES]
     errors += [error_of(paceline.gather, row[rank]) for row in NOT_GATHERED]
     errors += [error_of(paceline.mean, 1.0, weight=row[rank]) for row in BAD_WEIGHTS]
+    errors += [error_of((paceline.mean, paceline.gather)[rank], 1)]
     if rank == 0:
         for call, words in CALLS.items():  # rank 1 calls none of them
             words_of_error, fault = error_of(call)
@@ -181,7 +194,8 @@ def error_of(call, *args, **options):
 def test_values_are_those_of_all_ranks_and_a_difference_is_an_error_on_each():
     outcomes = run_ranks(take_values, 2, group_timeout=2.0)
     rows = [*MEANS, *WEIGHTED, *GATHERED]
-    bad = [*DIFFERENCES, *NOT_GATHERED, *BAD_WEIGHTS]
+    calls = r"Mismatch.*rank 0 has called mean\(\) where rank 1 has called gather\(\)"
+    bad = [*DIFFERENCES, *NOT_GATHERED, *BAD_WEIGHTS, (1, 1, calls, None)]
     for rank, (found, errors, is_main) in enumerate(values(outcomes)):
         for got, (*_, expected) in zip(found, rows, strict=True):
             assert_same(got, expected)
@@ -270,6 +284,13 @@ def take_turns(rank, n_ranks, path):
         if rank == 0:
             path.unlink()
         world.barrier(timeout=20)
+    refused = r"in the body of `with world.first\(\):` waits for ranks that wait"
+    for call in (world.barrier, lambda: paceline.gather(1), lambda: in_turn(print)):
+        assert re.search(refused, error_of(in_turn, call)[0])
+    for seconds in (0, -1, 1e9, math.nan, datetime.timedelta(0)):
+        assert "from 0.001 to" in error_of(world.barrier, seconds)[0]
+    traced = torch.compile(lambda x: paceline.mean(x * 2, weight=1), backend="eager")
+    assert traced(torch.ones(2)).tolist() == [2, 2]
     words, _ = error_of(in_turn, path.rename, "no/such/folder")
     if rank < 2:  # ranks 2 and 3 do not come
         error, _ = error_of(world.barrier, timeout=0.5 + 0.3 * rank)

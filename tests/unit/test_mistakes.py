@@ -56,6 +56,11 @@ MISTAKES = [
         "'cpu:gloo,cuda:nccl' (torch has gloo, nccl",
     ),
     (
+        lambda: paceline.init(backend=5),
+        TypeError,
+        "backend is 5: give a name such as 'gloo', or None",
+    ),
+    (
         lambda: paceline.save("model.pt", Net()),
         TypeError,
         "path is a Net: give save(obj, path)",

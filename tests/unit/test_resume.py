@@ -1,5 +1,6 @@
 """A training that is saved and resumed equals an uninterrupted one bit for bit."""
 
+import os
 import random
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 WRAPS = {
     "bare": lambda model: model,
@@ -70,6 +72,42 @@ def test_a_training_goes_on_to_the_bit(alone, path, prefix, wrap):
         assert paceline.load(path, rng=True, **resumed) == {"epoch": 3}
         train(resumed, 5)
         assert result_of(resumed) == result_of(unbroken)
+
+
+def train_in_epochs(training, path, stop_at=None):
+    """Train for two epochs, from the file if there is one; stop after a step."""
+    data = torch.randn(13, 4, generator=torch.Generator().manual_seed(4))
+    sampler = paceline.data.BatchSampler(data, 2)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=training.pop("w"))
+    parts = {**training, "sampler": sampler}
+    step = 0
+    if os.path.exists(path):
+        step = paceline.load(path, rng=True, **parts)["step"]
+    for _ in range(sampler.epoch, 2):
+        for x in loader:
+            training["optimizer"].zero_grad()
+            training["model"](x).square().mean().backward()
+            training["optimizer"].step()
+            step += 1
+            if step == stop_at:
+                paceline.save({**parts, "step": step}, path, rng=True)
+                return None
+    return result_of(training)
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_a_training_goes_on_in_the_middle_of_an_epoch_to_the_bit(path, n_workers):
+    def begin():
+        seed_all(1)
+        return {**make(), "w": n_workers}
+
+    unbroken = train_in_epochs(begin(), "")
+    for stop_at in (3, 7, 9):  # an epoch has 7 steps
+        assert train_in_epochs(begin(), path, stop_at) is None
+        seed_all(stop_at)
+        resumed = train_in_epochs({**make(seed=2), "w": n_workers}, path)
+        assert resumed == unbroken, stop_at
+        os.remove(path)
 
 
 # ---- ranks --------------------------------------------------------------------------

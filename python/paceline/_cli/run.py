@@ -64,6 +64,10 @@ def _as_ranks(n: str, arguments: list[str]) -> list[str]:
     parser: Any = get_args_parser()
     parser.error = _refuse
     given = parser.parse_args([f"--nproc-per-node={n}", *arguments])
+    if given.training_script == "-":
+        raise UsageError(
+            "ranks cannot share the standard input: write the program to a file"
+        )
     if given.nproc_per_node != n:
         raise UsageError(f"-n {n} and --nproc-per-node {given.nproc_per_node}: give -n")
     if given.nnodes not in ("1", "1:1") or given.rdzv_endpoint or given.node_rank:

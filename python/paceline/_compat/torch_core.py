@@ -12,7 +12,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -29,6 +29,7 @@ from paceline._compat import (
 )
 
 MINIMUM = (2, 4)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 FUTURES = (torch.futures.Future, torch._C.Future)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
@@ -377,7 +378,7 @@ def count_holders(storages: Iterable[int]) -> int:
     return sum(map(torch._C._storage_Use_Count, storages))
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(function: _Function) -> _Function:
     """Have dynamo compile neither a function nor what it calls.
 
     Dynamo is costly to import, so this asks it only once the program has imported it.
@@ -385,17 +386,17 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         nonlocal disabled
         if disabled is None:
             disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
             if disable is None:
-                return function(*args)
+                return function(*args, **options)
             disabled = disable(function)
-        return disabled(*args)
+        return disabled(*args, **options)
 
     skip_frames(call)
-    return call
+    return cast("_Function", call)
 
 
 def accumulation_node(parameter: torch.Tensor) -> Any:

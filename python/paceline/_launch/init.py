@@ -322,6 +322,8 @@ def _names_gpu(backend: str | None) -> bool:
 
 
 def _check_backend(backend: str | None) -> None:
+    if not isinstance(backend, str | None):
+        raise TypeError(f"backend is {backend!r}: give a name such as 'gloo', or None")
     known = [name for name in dist.Backend.backend_list if name != "undefined"]
     for part in (backend or "gloo").lower().split(","):
         if (name := part.rpartition(":")[2]) not in known:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import _messages
-from paceline._compat import torch_groups
+from paceline._compat import torch_core, torch_groups
 from paceline._errors import PeerError, PeerTimeoutError
 from paceline._launch.variables import Launcher
 
@@ -70,13 +70,15 @@ class World:
         """Pass all records on rank 0, elsewhere from WARNING on; a handler's filter."""
         return self.is_main or record.levelno >= logging.WARNING
 
+    @torch_core.uncompiled
     def barrier(self, timeout: timedelta | float | None = None) -> None:
         """Wait until every rank has called this.
 
         Parameters
         ----------
         timeout : datetime.timedelta or float, optional
-            How long to wait; a number is in seconds.  Default: the process group's.
+            How long to wait, from a millisecond to the process group's timeout, which
+            is the default; a number is in seconds.
 
         Raises
         ------
@@ -84,7 +86,7 @@ class World:
             If a rank ends or is late; the error names the ranks that have not come.
             The process group cannot be used any more: end the program.
         ValueError
-            In a rank without a process group.
+            If `timeout` is another number.  In a rank without a process group.
 
         Examples
         --------
@@ -95,17 +97,17 @@ class World:
         rank, size = torch_groups.rank_and_size()
         if self.rank < 0 or size == 1:
             return
+        _messages.turn.refuse("barrier()")
         torch_groups.wait_for_gloo_at_exit()
-        if timeout is not None and not isinstance(timeout, timedelta):
-            timeout = timedelta(seconds=timeout)
         group = torch_groups.default_group()
-        store = torch_groups.group_store(group)  # None in MPI's groups
-        n_calls = store and store.add(f"{_ARRIVED}/{rank}", 1)
+        options = _read_timeout(timeout, torch_groups.group_timeout_seconds(group))
+        store, n_calls = torch_groups.group_store(group), None  # MPI's groups have none
         is_on_gpu = "cpu" not in torch_groups.backends_by_device()
         token = torch.zeros(1, device="cuda" if is_on_gpu else "cpu")
         try:
+            n_calls = store and store.add(f"{_ARRIVED}/{rank}", 1)
             work = dist.all_reduce(token, async_op=True)
-            work.wait(*([] if timeout is None else [timeout]))
+            work.wait(*options)
             token.cpu()
         except RuntimeError as error:
             if not torch_groups.is_lost_peer(error):
@@ -133,7 +135,10 @@ class World:
         paceline.PeerError, paceline.PeerTimeoutError
             If a rank ends or is late.
         Exception
-            On the other ranks what the body raised on a rank that went first.
+            On the other ranks what the body raised on a rank that went first, as the
+            nearest class that Python or Paceline has.
+        RuntimeError
+            If the body calls `first`, `barrier`, `mean`, `gather` or `save(rng=True)`.
 
         Examples
         --------
@@ -154,20 +159,22 @@ class World:
             )
         goes_first = (self.local_rank if on_each_host else self.rank) == 0
         problem = None
+        _messages.turn.refuse("first()")
         if goes_first:
+            _messages.turn.goes_first = True
             try:
                 yield
             except Exception as error:  # any error: the other ranks must learn of it
                 problem = error
+            finally:
+                _messages.turn.goes_first = False
         own = problem and _messages.Failure.of(problem)
-        rows = _messages.exchange("first()", _messages.pack(own))
+        told = _messages.exchange("first()", own, _messages.Failure | None)
         if problem is not None:
             raise problem
         if goes_first:
             return
-        for rank, row in enumerate(rows):
-            sender = f"rank {self.rank}: rank {rank}"
-            failure = _messages.unpack(row, _messages.Failure | None, sender)
+        for rank, failure in enumerate(told):
             if failure is not None:
                 raise failure.exception(rank)
         yield
@@ -176,11 +183,26 @@ class World:
 World.__module__ = "paceline"
 
 
+def _read_timeout(timeout: Any, most: float) -> list[timedelta]:
+    """Return the arguments with which to wait for work."""
+    if timeout is None:
+        return []
+    seconds = timeout
+    if isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    if not 0.001 <= seconds <= most:
+        raise ValueError(
+            f"timeout is {timeout!r}: give seconds, from 0.001 to the process group's "
+            f"timeout ({most:g}), which init(timeout=...) sets"
+        )
+    return [timedelta(seconds=seconds)]
+
+
 def _late_ranks(store: Any, n_calls: int | None) -> str:
     """Name the ranks that have called less often, as far as the store can tell."""
     late = []
     with suppress(RuntimeError):  # the process that has the store may be gone
-        for rank in range(dist.get_world_size() if store else 0):
+        for rank in range(dist.get_world_size() if n_calls else 0):
             if store.add(f"{_ARRIVED}/{rank}", 0) < n_calls:
                 late.append(rank)
     if not late:

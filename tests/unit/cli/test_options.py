@@ -17,6 +17,10 @@ from paceline._cli import main, run
         ("--sript x.py", "unknown option --sript"),
         ("run --sript x.py", "unknown option --sript"),
         ("run -n 2 --nope x.py", "unrecognized arguments: --nope"),
+        (
+            "run -n 2 -",
+            "ranks cannot share the standard input: write the program to a file",
+        ),
         ("run -n 2", "give a script or -m module"),
         ("run -n", "-n : give a number of ranks, or gpu for one per GPU"),
         ("top --interval abc", "argument --interval: abc: give 0.05 to 3600 seconds"),
