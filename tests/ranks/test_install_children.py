@@ -174,7 +174,8 @@ def test_words_that_mean_nothing_are_refused_with_code_2(here, words):
     found = ours(*words)
     assert found.returncode == 2
     assert found.stdout == ""
-    line = r"paceline: [^\n]* \(python -m paceline --help says more\)\n"
+    run = " run" if words[:1] == ["run"] else ""
+    line = rf"paceline{run}: [^\n]* \(python -m paceline{run} --help says more\)\n"
     assert re.fullmatch(line, found.stderr)
 
 
