@@ -89,6 +89,7 @@ _HOMES = {
     "save": "paceline._checkpoint",
     "uninstall": "paceline._install.rebind",
 }
+_SHORT = {"DDP": ["DistributedDataParallel"], "DP": ["DataParallel"]}
 INSTALL = "pip install torch, with the build for your machine"
 
 
@@ -107,12 +108,8 @@ if not TYPE_CHECKING:  # else type checkers would accept any name
             import difflib
 
             words = f"module 'paceline' has no attribute {name!r}"
-            short = {"DDP": "DistributedDataParallel", "DP": "DataParallel"}.get(name)
-            for near in (
-                [short]
-                if short
-                else difflib.get_close_matches(name, _HOMES, 1, cutoff=0.7)
-            ):
+            found = difflib.get_close_matches(name, _HOMES, 1, cutoff=0.7)
+            for near in _SHORT.get(name, found):
                 words += f": did you mean {near}?"
             raise AttributeError(words, name=name)  # with a name Python adds no hint
         try:
