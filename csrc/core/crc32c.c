@@ -37,7 +37,12 @@ uint32_t pli_crc32c_plain(uint32_t crc, const void *bytes, size_t n_bytes)
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define HAS_INSTRUCTION __builtin_cpu_supports("sse4.2")
-#define WITH_INSTRUCTION __attribute__((target("sse4.2")))
+#ifdef __clang__ /* asks for it by name; gcc before 11 does not know the name */
+#define SSE42 "sse4.2,crc32"
+#else
+#define SSE42 "sse4.2"
+#endif
+#define WITH_INSTRUCTION __attribute__((target(SSE42)))
 #define CRC_OF_8(crc, word) ((uint32_t)__builtin_ia32_crc32di((crc), (word)))
 #define CRC_OF_1(crc, byte) __builtin_ia32_crc32qi((crc), (byte))
 #elif defined(__aarch64__)
@@ -101,7 +106,7 @@ crc_by_instruction(uint32_t crc, const unsigned char *at, size_t n_bytes)
 enum { FOLD_BYTES = 256, FOLDS_LEAST_BYTES = 1024 };
 
 /* Folds while at least FOLD_BYTES follow; FOLDS_LEAST_BYTES or more are there. */
-__attribute__((target("sse4.2,avx512f,vpclmulqdq"))) static uint32_t
+__attribute__((target(SSE42 ",avx512f,vpclmulqdq"))) static uint32_t
 crc_by_folds(uint32_t crc, const unsigned char *at, size_t n_bytes)
 {
     /* x^(2048 + 63) and x^(2048 - 1), for the two halves of 16 bytes: a carry-less
