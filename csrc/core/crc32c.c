@@ -49,8 +49,13 @@ uint32_t pli_crc32c_plain(uint32_t crc, const void *bytes, size_t n_bytes)
 #include <sys/auxv.h>
 #define HAS_INSTRUCTION ((getauxval(AT_HWCAP) & 1 << 7) != 0) /* HWCAP_CRC32 */
 #define WITH_INSTRUCTION __attribute__((target("arch=armv8-a+crc")))
+#ifdef __clang__
+#define CRC_OF_8(crc, word) __builtin_arm_crc32cd((crc), (word))
+#define CRC_OF_1(crc, byte) __builtin_arm_crc32cb((crc), (byte))
+#else
 #define CRC_OF_8(crc, word) __builtin_aarch64_crc32cx((crc), (word))
 #define CRC_OF_1(crc, byte) __builtin_aarch64_crc32cb((crc), (byte))
+#endif
 #endif
 
 #ifdef HAS_INSTRUCTION
