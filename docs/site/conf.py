@@ -26,7 +26,6 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 myst_heading_anchors = 4  # as GitHub makes them
-myst_enable_extensions = ["attrs_inline"]
 autodoc_typehints = "none"  # the docstrings have them
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}

@@ -207,7 +207,8 @@ def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
     mine = _RandomState(torch.get_rng_state(), cuda, of_numpy, random.getstate())
     if n_ranks <= 1:
         return [vars(mine)]
-    told = _messages.exchange("save(rng=True)", mine, _RandomState, process_group)
+    message = _messages.pack(("save(rng=True)", mine))
+    told = _messages.exchange("save(rng=True)", message, _RandomState, process_group)
     return [vars(state) for state in told] if rank == 0 else []
 
 

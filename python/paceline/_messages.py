@@ -79,22 +79,32 @@ def unpack(message: bytes, kind: Any, sender: str) -> Any:
     ``tuple[X, ...]``, ``tuple[X, Y]`` or ``dict[str, X]`` of these.  `sender` is for
     errors, as in "rank 0: rank 1".
     """
+    with _sent_by(sender):
+        return _read(kind, _parse(message, sender))
+
+
+@contextmanager
+def _sent_by(sender: str) -> Iterator[None]:
+    """Raise ``PeerError`` if a message cannot be read."""
     try:
-        magic, version, n_bytes = _HEAD.unpack_from(message)
-        if magic == _MAGIC and version != FORMAT:
-            raise PeerError(
-                f"{sender} runs another version of paceline: install the same version "
-                "for every rank"
-            )
-        n_given = len(message) - _HEAD.size
-        if magic != _MAGIC or n_bytes != n_given or n_given > MAX_BYTES:
-            raise ValueError(
-                f"{n_given} bytes after the head {message[: _HEAD.size]!r}"
-            )
-        text = str(memoryview(message)[_HEAD.size :], "ascii")
-        return _read(kind, json.loads(text, object_hook=_restore))
+        yield
     except (ValueError, TypeError, struct.error, RecursionError) as error:
         raise PeerError(_FORGED.format(sender, str(error)[:200])) from None
+
+
+def _parse(message: bytes, sender: str) -> Any:
+    """Return what the JSON of a message holds."""
+    magic, version, n_bytes = _HEAD.unpack_from(message)
+    if magic == _MAGIC and version != FORMAT:
+        raise PeerError(
+            f"{sender} runs another version of paceline: install the same version "
+            "for every rank"
+        )
+    n_given = len(message) - _HEAD.size
+    if magic != _MAGIC or n_bytes != n_given or n_given > MAX_BYTES:
+        raise ValueError(f"{n_given} bytes after the head {message[: _HEAD.size]!r}")
+    text = str(memoryview(message)[_HEAD.size :], "ascii")
+    return json.loads(text, object_hook=_restore)
 
 
 def _restore(found: dict[str, Any]) -> Any:
@@ -257,27 +267,35 @@ turn = Turn()
 
 
 def exchange(
-    call: str, message: Any, kind: Any, group: dist.ProcessGroup | None = None
-) -> list[Any]:
-    """Return the messages of all ranks of a group that make the same call.
+    call: str, message: bytes, kind: Any, group: dist.ProcessGroup | None = None
+) -> Iterator[Any]:
+    """Return the values of all ranks of a group that make the same call.
 
-    Raise ``MismatchError`` if they make different ones.
+    `message` is ``pack((call, value))``.  A value is read when the iterator comes to
+    it.  Raise ``MismatchError`` if ranks make different calls.
     """
     turn.refuse(call)
     torch_groups.wait_for_gloo_at_exit()
     group = group or torch_groups.default_group()
-    packed = pack((call, message))
     with awaited(call, group):
-        rows = all_gather_by(group, packed)
-    senders = [
-        f"rank {torch_groups.group_rank(group)}: rank {r}" for r in range(len(rows))
-    ]
-    pairs = [*zip(rows, senders, strict=True)]
-    calls = [unpack(row, tuple[str, Any], sender)[0] for row, sender in pairs]
-    for rank, theirs in enumerate(calls):
-        if theirs != calls[0]:
+        rows = all_gather_by(group, message)
+    own, parsed = torch_groups.group_rank(group), []
+    for rank, row in enumerate(rows):
+        with _sent_by(f"rank {own}: rank {rank}"):
+            theirs, value = _parse(row, f"rank {own}: rank {rank}")
+            parsed.append((_read(str, theirs), value))
+    first = parsed[0][0]
+    for rank, (theirs, _) in enumerate(parsed):
+        if theirs != first:
             raise MismatchError(
-                f"rank 0 has called {calls[0]} where rank {rank} has called {theirs}: "
+                f"rank 0 has called {first} where rank {rank} has called {theirs}: "
                 "every rank must make the same calls, in the same order"
             )
-    return [unpack(row, tuple[str, kind], sender)[1] for row, sender in pairs]
+    return _values(parsed, kind, own)
+
+
+def _values(parsed: list[tuple[str, Any]], kind: Any, own: int) -> Iterator[Any]:
+    for rank, (_, value) in enumerate(parsed):
+        with _sent_by(f"rank {own}: rank {rank}"):
+            found = _read(kind, value)
+        yield found

@@ -19,7 +19,6 @@ from paceline._compat import torch_core, torch_groups
 from paceline._errors import MismatchError
 
 _Key = TypeVar("_Key")
-_ALIGNMENT = 16  # of each tensor's bytes: enough for any dtype
 
 
 @overload
@@ -147,13 +146,14 @@ def _exchange(
     """Return each rank's `own`; raise on every rank if specs differ, or one failed."""
     told = []
     try:
-        _messages.pack(own)
+        mine = _messages.pack((call, (spec, None, own)))
     except ValueError as error:  # too long
         problem = problem or error
+    if problem is not None:
+        mine = _messages.pack((call, (spec, str(problem), None)))
     if torch_groups.rank_and_size()[1] > 1:
-        mine = (spec, None, own) if problem is None else (spec, str(problem), None)
         form = tuple[str, str | None, kind | None]
-        told = _messages.exchange(call, mine, form)
+        told = [*_messages.exchange(call, mine, form)]
     if problem is not None:
         raise problem
     for sender, (theirs, failure, _) in enumerate(told):
@@ -218,12 +218,12 @@ def gather(x: Any) -> Any:
     >>> paceline.gather(3)
     [3]
     """
-    specs, rows, own, problem = [], [], _Own([], [], is_on_gpu=True), None
+    specs, pairs, own, problem = [], [], _Own([], [], is_on_gpu=True), None
     try:
         for at, leaf in _leaves(x, ""):
             what, tensor = _read_rows(leaf)
             specs.append(at + what)
-            rows.append(tensor)
+            pairs.append((leaf, tensor))
             own.plain.append(leaf if tensor is None else None)
             own.n_rows.append(0 if tensor is None else len(tensor))
             own.is_on_gpu &= tensor is None or tensor.is_cuda
@@ -232,7 +232,7 @@ def gather(x: Any) -> Any:
     told = _exchange("gather()", ", ".join(specs), own, _Own, problem)
     is_on_gpu = all(each.is_on_gpu for each in told)
     joined: list[Any] = []
-    for i, (tensor, (_, leaf)) in enumerate(zip(rows, _leaves(x, ""), strict=True)):
+    for i, (leaf, tensor) in enumerate(pairs):
         if tensor is None:
             found = [each.plain[i] for each in told]
             is_list = isinstance(leaf, list)

@@ -30,11 +30,6 @@ class Caps:
     # Each bucket's, in the order of filling, instead of the two; the last repeats.
     each: tuple[int, ...] = ()
 
-    @property
-    def megabytes(self) -> float | list[float]:
-        """What the caller gave, in mebibytes."""
-        return [n / MIB for n in self.each] or self.bucket_bytes / MIB
-
 
 DEFAULT_CAPS = Caps(1 * MIB, MIB // 4)
 """Small enough to be summed in cache and sent early; nothing hides the last bucket."""
@@ -63,11 +58,10 @@ class Options:
     @property
     def cap_mb(self) -> float | list[float] | None:
         """The argument ``bucket_cap_mb``, or its list."""
-        is_default = (self.caps, self.network_caps) == (
-            DEFAULT_CAPS,
-            DEFAULT_NETWORK_CAPS,
-        )
-        return None if is_default else self.network_caps.megabytes
+        caps = self.network_caps
+        if (self.caps, caps) == (DEFAULT_CAPS, DEFAULT_NETWORK_CAPS):
+            return None
+        return [n / MIB for n in caps.each] or caps.bucket_bytes / MIB
 
     def caps_of(self, *, is_by_group: bool, is_on_gpu: bool) -> Caps:
         """Return the caps that suit the carrier of the gradients."""

@@ -169,7 +169,8 @@ class World:
             finally:
                 _messages.turn.goes_first = False
         own = problem and _messages.Failure.of(problem)
-        told = _messages.exchange("first()", own, _messages.Failure | None)
+        message = _messages.pack(("first()", own))
+        told = _messages.exchange("first()", message, _messages.Failure | None)
         if problem is not None:
             raise problem
         if goes_first:
