@@ -247,6 +247,33 @@ static void try_trick(const char *address, trick how, pli_handshake_reply *reply
     (void)close(fds[1]); /* without a word */
 }
 
+/* Rank 2 has said nothing yet when rank 0 misses rank 1. */
+static void be_slow_to_speak(child *self)
+{
+    if (self->rank == 1)
+        await_flag(&self->board->is_stopped);
+    if (self->rank == 2) {
+        pli_handshake_greeting greeting;
+        const int fd = connect_to(self->board->address);
+        CHECK(recv(fd, &greeting, sizeof greeting, 0) == (ssize_t)sizeof greeting);
+        atomic_store(&self->board->note, 1);
+        CHECK(recv(fd, &greeting, sizeof greeting, 0) == 0); /* no refusal */
+        (void)close(fd);
+    }
+    child_report(self, child_join(self));
+    await_flag(&self->board->is_stopped);
+}
+
+TEST(a_rank_that_rank_0_no_longer_reads_names_the_rank_that_is_gone)
+{
+    board *all = board_create(3, 1);
+    processes_start(all, be_slow_to_speak);
+    await_flag(&all->note);
+    processes_blame(all, 1, PL_EPEER, processes_lose(all, 1, SIGKILL),
+                    RANKS_DEADLINE_NS);
+    board_destroy(all);
+}
+
 static void meet_a_stranger(child *self)
 {
     static const char *const words[] = {"does not have this job's secret",
