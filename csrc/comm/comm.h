@@ -84,9 +84,9 @@ typedef struct pli_device_ops {
     /* Orders later work on `stream` after all device operations issued so far, which
      * are enqueued by then. */
     pl_status (*order)(pl_comm *comm, pl_stream *stream);
-    /* Has the world's memory outlive the work on `stream`.  Call after a failed step,
-     * whose work may still touch the memory. */
-    void (*follow)(pl_comm *comm, pl_stream *stream);
+    /* Has the world's memory outlive the work on `stream`: call for each stream on
+     * which a step touches it. */
+    pl_status (*outlive)(pl_comm *comm, pl_stream *stream);
     /* After a failure: PL_EPEER if this device has lost means of a finished step, so
      * that the ranks' weights may differ.  Then leaves the world, with that message. */
     pl_status (*check_means)(pl_comm *comm);

@@ -527,6 +527,8 @@ static pl_status record_stream(pli_gpu_comm *self, pl_stream *stream)
     for (size_t k = 0; k < PLI_GPU_STREAMS && k < self->n_recorded; k++)
         if (self->recorded[k] == stream)
             goto done;
+    if (self->owner_pid != getpid())
+        goto done;
     PL_TRY(
         allocator->record_stream(allocator->context, self->super.device_owner, stream));
     self->recorded[self->n_recorded++ % PLI_GPU_STREAMS] = stream;
@@ -641,11 +643,9 @@ done:
     return st;
 }
 
-static void gpu_follow(pl_comm *comm, pl_stream *stream)
+static pl_status gpu_outlive(pl_comm *comm, pl_stream *stream)
 {
-    pli_gpu_comm *self = gpu_comm_of(comm);
-    if (self->owner_pid == getpid())
-        (void)!record_stream(self, stream);
+    return record_stream(gpu_comm_of(comm), stream);
 }
 
 /* ---- messages and trials -------------------------------------------------------- */
@@ -801,7 +801,7 @@ static const pl_comm_ops gpu_ops = {
 
 static const pli_device_ops gpu_device_ops = {
     .order = gpu_order,
-    .follow = gpu_follow,
+    .outlive = gpu_outlive,
     .check_means = gpu_check_means,
     .renew = gpu_renew,
     .prepare = gpu_prepare,

@@ -117,19 +117,6 @@ done:
     return st;
 }
 
-void pli_deferred_copies_abandon(pl_reducer *self)
-{
-    deferred_copies *deferred = &self->deferred;
-    size_t n_streams = 0;
-    if (!pli_reducer_defers(self) || self->comm->device == NULL)
-        return;
-    for (size_t i = 0; i < self->spec.n_params; i++)
-        if (deferred->copies[i].state != COPY_NONE)
-            add_stream(deferred->streams, &n_streams, deferred->copies[i].stream);
-    for (size_t k = 0; k < n_streams; k++)
-        self->comm->device->follow(self->comm, deferred->streams[k]);
-}
-
 /* ---- deferring ------------------------------------------------------------------ */
 
 /* Makes the deferred copy of a parameter, on the stream that made the gradient. */

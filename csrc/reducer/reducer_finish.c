@@ -531,8 +531,6 @@ void pl_reducer_fail(pl_reducer *self, const char *text)
 {
     if (!fails_by_group(self))
         pl_comm_abort(self->comm, text);
-    if (pl_reducer_is_active(self))
-        pli_deferred_copies_abandon(self);
     self->phase = REDUCER_FAILED;
 }
 

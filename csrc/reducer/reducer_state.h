@@ -316,7 +316,4 @@ pl_status pli_reducer_copy_late(pl_reducer *self, size_t param,
 pl_status pli_reducer_record_side(pl_reducer *self, pl_stream *stream,
                                   pl_event **out) PL_MUST_USE;
 
-/* The step fails: the world's memory outlives the work that it has enqueued. */
-void pli_deferred_copies_abandon(pl_reducer *self);
-
 #endif

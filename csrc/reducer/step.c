@@ -281,6 +281,7 @@ pl_status pl_step_take(pl_step *self, size_t i, pl_arrival arrival, int *is_due)
     pl_status st = PL_OK;
     int is_in_step = 0;
     *is_due = 0;
+    PL_TRY(read_stream(self)); /* autograd may have written to a view, whatever fails */
     PL_TRY(enter(self, i, PL_NO_CONTEXT, &is_in_step));
     if (!is_in_step)
         goto done;
@@ -290,7 +291,6 @@ pl_status pl_step_take(pl_step *self, size_t i, pl_arrival arrival, int *is_due)
     if (arrival == PL_ARRIVES_BEFORE_HOOKS)
         goto done;
     PL_TRY(check_is_first(self, i));
-    PL_TRY(read_stream(self));
     PL_TRY(pli_grads_take(self, i));
     *is_due = self->settings->is_compiled &&
               self->reducer->spec.n_params - self->reducer->n_ready_params == 0;
@@ -608,7 +608,7 @@ pl_status pl_step_copy_bucket(pl_step *self, size_t bucket, void *flat,
     pl_stream *stream = NULL; /* perhaps one of the hook */
     char *at = flat;
     if (is_on_device(self))
-        PL_TRY(self->host->current_stream(self->context, &stream));
+        PL_TRY(pli_step_current_stream(self, &stream));
     for (size_t m = 0; m < plan->n_params; m++) {
         const uint32_t i = plan->params[m];
         void *slot = slot_memory(self->reducer, i);

@@ -196,6 +196,7 @@ static pl_status leave_views(pl_step *self)
             PL_FAIL(PL_ESTATE, "a CUDA graph captures the first backward after a "
                                "change of its buckets: run a whole step first");
         PL_TRY(self->comm->device->renew(self->comm));
+        PL_TRY(self->comm->device->outlive(self->comm, self->stream));
         self->has_views = 0;
     }
     if (self->has_views)

@@ -52,10 +52,19 @@ pl_status pli_step_let_go(pl_step *self, pl_status (*call)(pl_reducer *))
     return st;
 }
 
+pl_status pli_step_current_stream(pl_step *self, pl_stream **out)
+{
+    pl_status st = PL_OK;
+    PL_TRY(self->host->current_stream(self->context, out));
+    PL_TRY(self->comm->device->outlive(self->comm, *out));
+done:
+    return st;
+}
+
 pl_status pli_step_read_stream(pl_step *self)
 {
     pl_status st = PL_OK;
-    PL_TRY(self->host->current_stream(self->context, &self->stream));
+    PL_TRY(pli_step_current_stream(self, &self->stream));
     pl_reducer_set_stream(self->reducer, self->stream);
 done:
     return st;

@@ -228,6 +228,9 @@ pl_status pli_step_wait_for(pl_step *self, pl_ticket ticket) PL_MUST_USE;
 /* Calls it while other threads may use the caller. */
 pl_status pli_step_let_go(pl_step *self, pl_status (*call)(pl_reducer *)) PL_MUST_USE;
 
+/* On a GPU: *out is this thread's stream, whose work the world's memory outlives. */
+pl_status pli_step_current_stream(pl_step *self, pl_stream **out) PL_MUST_USE;
+
 /* On a GPU: reads this thread's stream; the reducer enqueues on it from now on. */
 pl_status pli_step_read_stream(pl_step *self) PL_MUST_USE;
 

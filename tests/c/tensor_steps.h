@@ -39,7 +39,9 @@ static inline size_t stream_of_param(const rank_tensors *self, size_t i)
 
 /* ---- a step --------------------------------------------------------------------- */
 
-/* Adds a gradient to `.grad` as autograd does; takes over the reference. */
+/* Adds a gradient to `.grad` as autograd does; takes over the reference.  Memory that
+ * the world has left belongs to its views: as with any tensor of torch's, whoever
+ * writes to them on another stream records it. */
 static inline void accumulate(rank_tensors *self, size_t i, pl_grad *grad)
 {
     pl_grad *before = self->grads[i].tensor;
@@ -52,6 +54,8 @@ static inline void accumulate(rank_tensors *self, size_t i, pl_grad *grad)
         stream_behind(&self->gpu, before->memory.stream, self->current);
         tensor_replace(&self->grads[i], grad);
     } else {
+        if (before->seen != NULL && !is_overwritten(self, before))
+            fake_torch_record(before->seen->address, self->gpu.streams[self->current]);
         tensor_write(before, grad, 1);
         tensor_drop(grad);
     }

@@ -50,7 +50,7 @@ GPU_TEST(2, 2, FAKE_LATE, what_a_failed_step_left_comes_before_the_reuse)
     CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == 0);
     CHECK(cuMemsetD8Async((CUdeviceptr)(uintptr_t)self->comm->device_memory, 0, 64,
                           stream) == 0);
-    self->comm->device->follow(self->comm, (pl_stream *)(void *)stream);
+    CHECK_OK(self->comm->device->outlive(self->comm, (pl_stream *)(void *)stream));
     gpu_end_world(self);
     check_reuse(self);
     CHECK(cuStreamDestroy(stream) == 0);

@@ -1,22 +1,6 @@
 /* test_reducer_pack_failure.c - moves deferred in steps that fail, at any call. */
 #include "tracer.h"
 
-TRACED_TEST(memory_is_released_behind_what_a_failed_step_has_enqueued)
-{
-    gradient data[N_PARAMS];
-    learn(it);
-    for (size_t i = 0; i < N_PARAMS; i++)
-        fill(data[i], 1);
-    (void)mark_ready(it, 0, 3, data[3], PL_REPLACE, 1);
-    (void)mark_ready(it, 0, 2, data[2], PL_REPLACE, 1);
-    (void)mark_ready(it, 0, 1, data[1], PL_REPLACE, 2); /* deferred when it fails */
-    forget_trace();
-    pl_reducer_fail(it->reducers[0], "a bad day");
-    CHECK(asked("f2 f1 "));
-    pl_reducer_fail(it->reducers[0], "again");
-    CHECK(asked(""));
-}
-
 /* A step with two streams, more than one gradient for a parameter, and a late one;
  * stops at the first failure. */
 static pl_status busy_step(pair *it, gradient *data)

@@ -25,6 +25,7 @@ static int shadow(rank_tensors *self, uint64_t step)
     const int divisor = self->world->it.seed % 2 == 0 ? self->world->it.world_size : 1;
     self->current = 0;
     keep(self);
+    streams_behind(&self->gpu); /* the step drops gradients that were read here */
     if (!CHECK_OK(pl_step_shadow(self->step, PL_SHADOWING,
                                  binds ? PL_BINDS_RESULTS : PL_LEAVES_GRADS)))
         return 0;
@@ -133,6 +134,25 @@ static void train_with_accidents(rank_tensors *self)
         if (next.culprit >= 0 ? !tensors_renew(self) : !train_step(self, step))
             return;
     }
+}
+
+/* Autograd adds to a view in place, on any stream; the hook then fails the step, in
+ * which the world may have moved to new memory. */
+static void fail_at_the_first_gradient(rank_tensors *self)
+{
+    const uint64_t n_steps = 1 + self->world->it.seed % 3;
+    for (uint64_t step = 1; step <= n_steps; step++)
+        if (!train_step(self, step))
+            return;
+    drop_all_kept(self);
+    if (!CHECK_OK(forward(self, n_steps + 1)))
+        return;
+    streams_behind(&self->gpu);
+    CHECK_OK(arrive(self, n_steps + 1, draw_below(self->gpu.random, N_PARAMS), 0));
+    pl_step_fail(self->step, "the test ends the step");
+    self->current = 0;
+    self->settings.n_ends = 0;
+    zero(self);
 }
 
 static void lend_a_view(rank_tensors *self)
@@ -388,6 +408,16 @@ TEST(after_a_step_that_failed_anywhere_the_next_world_is_exact)
         world.percent_strided = 20;
         world.percent_grown = 30;
         world.train = train_with_accidents;
+        tensors_run(&world);
+    }
+}
+
+TEST(a_step_that_fails_at_its_first_gradient_leaves_no_memory_in_use)
+{
+    EACH_SEED (seed, 2 * SEEDS) {
+        tensor_world world = world_of(65000 + 4 * seed); /* a device that is late */
+        world.it.world_size = 1;
+        world.train = fail_at_the_first_gradient;
         tensors_run(&world);
     }
 }

@@ -201,11 +201,6 @@ static inline pl_status trace_order(pl_comm *comm, pl_stream *on)
     return PL_OK;
 }
 
-static inline void trace_follow(pl_comm *comm, pl_stream *on)
-{
-    note(of_comm(comm), "f%d ", number(on));
-}
-
 static const pl_comm_ops trace_comm_ops = {
     .name = "trace",
     .issue = trace_issue,
@@ -217,7 +212,6 @@ static const pl_comm_ops trace_comm_ops = {
 
 static const pli_device_ops trace_device_ops = {
     .order = trace_order,
-    .follow = trace_follow,
 };
 
 /* ---- two ranks ------------------------------------------------------------------ */
