@@ -79,7 +79,10 @@ bench-dp: $(INSTALLED) ## DataParallel alone
 	$(PY) tests/bench/bench_dp.py $(BENCH_FLAGS)
 
 # Compiled as in the extension, without the tests' flags.
-.PHONY: bench-ranks
+.PHONY: bench-ranks count
+count: $(INSTALLED) ## instructions that a step, a parameter and a replica cost; needs valgrind
+	$(PY) tests/bench/count.py $(COUNT_FLAGS)
+
 bench-ranks: ## cost of a step, by the number of ranks and hosts
 	@mkdir -p $(BUILD)
 	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/ranks.c \

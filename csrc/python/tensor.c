@@ -241,6 +241,23 @@ int pli_tensor_place(const module_state *state, PyObject *object, const char *wh
     return 0;
 }
 
+PyObject *pli_tensor_get(pli_property *kept, PyObject *name, PyObject *tensor)
+{
+    PyTypeObject *type = Py_TYPE(tensor);
+    if (kept->version != 0 && kept->version == type->tp_version_tag)
+        return kept->get(tensor, kept->closure);
+    PyObject *found = PyObject_GetAttr((PyObject *)type, name);
+    if (found == NULL)
+        PyErr_Clear(); /* the instance may have it */
+    else if (Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
+             type->tp_getattro == PyObject_GenericGetAttr) {
+        const PyGetSetDef *def = ((PyGetSetDescrObject *)found)->d_getset;
+        *kept = (pli_property){type->tp_version_tag, def->get, def->closure};
+    }
+    Py_XDECREF(found);
+    return PyObject_GetAttr(tensor, name);
+}
+
 /* ---- making --------------------------------------------------------------------- */
 
 /* A tensor over our memory: both of DLPack's forms, followed by its dimensions. */

@@ -35,7 +35,13 @@ from wheels import find_pythons  # noqa: E402
 WORK = ROOT / "build" / "matrix"
 
 # The oldest of each that we support, some between, the newest; `t`: without a GIL.
-ROWS = {"3.10": "2.4.1", "3.12": "2.8.0", "3.13": "2.15.0", "3.14t": "2.15.0"}
+ROWS = {
+    "3.10": "2.4.1",
+    "3.12": "2.8.0",
+    "3.13": "2.14.1",
+    "3.15": "2.15.0",
+    "3.14t": "2.15.0",
+}
 
 # The folders of tests/ to run, each in a separate pytest.
 PARTS = ["clients", "ranks", "parity/ddp", "parity/dp", "parity/upstream", "unit"]

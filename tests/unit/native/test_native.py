@@ -384,6 +384,19 @@ def test_what_cannot_be_compared_is_named(given, words):
     assert_named(words, str(caught.value))
 
 
+def test_a_property_that_a_class_gets_later_is_read(monkeypatch):
+    """The getter of torch's own is kept until the class changes."""
+    p = nn.Parameter(torch.ones(2))
+    noted = [(p, torch.float32, p.__dict__, True)]
+    for _ in range(3):
+        assert not _native.converted(noted)
+    with monkeypatch.context() as patch:
+        half = property(lambda _: torch.float16)
+        patch.setattr(nn.Parameter, "dtype", half, raising=False)
+        assert _native.converted(noted)
+    assert not _native.converted(noted)
+
+
 # ---- the environment ----------------------------------------------------------------
 
 
