@@ -85,8 +85,11 @@ def train(rank, n_ranks, device, hosts, has_buffer, n):
     if hosts:
         Hosts((1,) * n_ranks).place(hosts[rank])
     rng = random.Random(SEED)
-    draw = [rng.choices((None, *PLACES), ODDS, k=n_ranks) for _ in range(n)]
-    draw += [[None] * n_ranks] * 4
+    alone = [
+        [None] * k + ["middle"] + [None] * (n_ranks - k - 1) for k in range(n_ranks)
+    ]
+    drawn = [rng.choices((None, *PLACES), ODDS, k=n_ranks) for _ in range(n)]
+    draw = [*alone, *drawn, *[[None] * n_ranks] * 4]
     delays = random.Random(SEED + rank)
     beside, raised, i = dist.new_group(), collections.Counter(), 0
     with fake_gpus.on_gpu(rank) if device == "gpu" else contextlib.nullcontext():
