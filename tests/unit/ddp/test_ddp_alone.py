@@ -382,7 +382,8 @@ def test_a_rank_that_is_alone_trains_a_sparse_embedding():
 # ---- against new versions of torch --------------------------------------------------
 
 INHERITED = {
-    "made by the class": "__abstractmethods__ __annotations__ _abc_impl",
+    "made by the class": """
+        __abstractmethods__ __annotate_func__ __annotations__ _abc_impl""",
     "set on torch's class, where dynamo looks": "_active_ddp_module",
     "reads that": "_get_active_ddp_module",
     "called by torch's constructor alone, which is not run": """
