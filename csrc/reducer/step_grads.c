@@ -107,7 +107,8 @@ static pl_status read_arrived(pl_step *self, size_t i, pl_grad **out,
                     tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype));
         PL_TRY(check_place(self, i, tensor));
         slot->is_lazy = (char)tensor->layout.is_lazy;
-        slot->n_asked += how == PL_READ_GRAD && slot->n_asked < MOST_ASKED;
+        if (slot->n_asked < MOST_ASKED)
+            slot->n_asked++;
     }
     *out = grad;
     grad = NULL;
