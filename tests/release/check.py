@@ -23,13 +23,7 @@ from pathlib import Path
 
 from wheels import DIST, ROOT, WORK, make_environment, run, say
 
-LOAD = """
-import importlib.machinery, importlib.util, sys
-loader = importlib.machinery.ExtensionFileLoader("paceline._native", sys.argv[1])
-spec = importlib.util.spec_from_loader("paceline._native", loader)
-module = importlib.util.module_from_spec(spec)
-loader.exec_module(module)
-"""
+LOAD = "import sys; sys.path.insert(0, sys.argv[1]); import paceline._native"
 
 
 # ---- contents of the files -----------------------------------------------------------
@@ -79,8 +73,7 @@ def load_wheel(python: Path, wheel: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    (extension,) = folder.glob("paceline/_native*.so")
-    run(python, "-c", LOAD, extension)
+    run(python, "-c", LOAD, folder)
 
 
 def install_wheel(wheel: Path) -> None:
