@@ -43,7 +43,7 @@ def key_error_message(message: str) -> str:
     return torch._utils.KeyErrorMessage(message)
 
 
-def _version() -> tuple[int, int]:
+def version() -> tuple[int, int]:
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -54,7 +54,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 def attach() -> None:
     """Pass torch's callables to the native module, once; needs torch 2.4 or later."""
-    if _version() < MINIMUM:
+    if version() < MINIMUM:
         raise ImportError(
             f"paceline needs torch {MINIMUM[0]}.{MINIMUM[1]} or newer, and this is "
             f"{torch.__version__}"

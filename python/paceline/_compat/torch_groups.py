@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.utils import _cast_forward_inputs
 
+from paceline._compat import torch_core
+
 _LATE = re.compile("tim(ed|e)[- ]?out", re.IGNORECASE)
 _LOST = re.compile("by peer|broken pipe|ncclRemoteError", re.IGNORECASE)
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -39,6 +41,20 @@ def wait_for_gloo_at_exit() -> None:
     something, such as a wrapper, still holds the group.
     """
     atexit.register(time.sleep, 0.05)
+
+
+_ended: list[Any] = []
+
+
+def end_all() -> None:
+    """End all process groups.
+
+    Before 2.8 torch holds the GIL while it frees a group and waits for Gloo's threads,
+    one of which may need the GIL: there the groups stay in memory.
+    """
+    if torch_core.version() < (2, 8):
+        _ended.extend(c10d._world.pg_map)
+    dist.destroy_process_group()
 
 
 def is_timeout(error: RuntimeError) -> bool:

@@ -8,6 +8,7 @@ import os
 import torch.distributed as dist
 
 from paceline import _native
+from paceline._compat import torch_groups
 from paceline._launch import init, payloads
 from paceline._launch.launchers import find_launch
 from paceline._launch.messages import Call, Failure, Result, pack_exception
@@ -47,7 +48,7 @@ def _run(call: Call) -> Result:
         result = None
     answer = payloads.pack_result(result)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        torch_groups.end_all()
     return answer
 
 
