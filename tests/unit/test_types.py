@@ -71,7 +71,7 @@ launcher: str = paceline.init(backend=2).launcher  # error
 """
 CHECKERS = {
     "mypy": ["--config-file", str(ROOT / "pyproject.toml")],
-    "basedpyright": [],  # pyright, with its own Node
+    "basedpyright": ["--pythonpath", sys.executable],  # pyright, with its own Node
 }
 
 
