@@ -391,7 +391,10 @@ pl_status pli_handshake_accept(const pli_shm_options *options,
     }
 done:
     for (int i = 0; i < all.n; i++)
-        (void)close(all.all[i].fd); /* a rank finds out itself which rank is gone */
+        if (st == PL_OK)
+            refuse(all.all[i].fd, "rank 0 accepts no more ranks");
+        else
+            (void)close(all.all[i].fd); /* a rank finds out itself who is gone */
     return st;
 }
 

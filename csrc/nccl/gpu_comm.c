@@ -519,21 +519,27 @@ done:
 
 /* ---- memory --------------------------------------------------------------------- */
 
-/* A stream that the allocator knows costs a comparison. */
+/* Whether the allocator has yet to learn of a stream; it is known from now on. */
+static int is_new(pli_gpu_comm *self, pl_stream *stream)
+{
+    size_t k = 0;
+    (void)pthread_mutex_lock(&self->lock);
+    while (k < PLI_GPU_STREAMS && k < self->n_recorded && self->recorded[k] != stream)
+        k++;
+    const int is_known = k < PLI_GPU_STREAMS && k < self->n_recorded;
+    if (!is_known)
+        self->recorded[self->n_recorded++ % PLI_GPU_STREAMS] = stream;
+    (void)pthread_mutex_unlock(&self->lock);
+    return !is_known;
+}
+
 static pl_status record_stream(pli_gpu_comm *self, pl_stream *stream)
 {
-    pl_status st = PL_OK;
     const pli_device_allocator *allocator = &self->allocator;
-    for (size_t k = 0; k < PLI_GPU_STREAMS && k < self->n_recorded; k++)
-        if (self->recorded[k] == stream)
-            goto done;
-    if (self->owner_pid != getpid())
-        goto done;
-    PL_TRY(
-        allocator->record_stream(allocator->context, self->super.device_owner, stream));
-    self->recorded[self->n_recorded++ % PLI_GPU_STREAMS] = stream;
-done:
-    return st;
+    return self->owner_pid == getpid() && is_new(self, stream)
+               ? allocator->record_stream(allocator->context, self->super.device_owner,
+                                          stream)
+               : PL_OK;
 }
 
 static void release(const pli_gpu_comm *self, void *owner)

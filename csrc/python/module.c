@@ -222,16 +222,17 @@ static PyObject *reference_counts(PyObject *module, PyObject *objects)
     return counts;
 }
 
-/* Returns 1 if `now`, which it takes over, is not `was`; 0; or -1 if it is NULL. */
-static int has_changed(PyObject *now, PyObject *was)
+/* Returns 1 if object.name is no longer `was`, 0, or -1. */
+static int has_changed(PyObject *object, PyObject *name, PyObject *was)
 {
+    PyObject *now = PyObject_GetAttr(object, name);
     Py_XDECREF(now); /* dtypes and booleans stay alive */
     return now == NULL ? -1 : now != was;
 }
 
 /* Has a parameter another dtype or __dict__ than noted, or does a frozen one require a
  * gradient?  torch moves a __dict__ and hooks when it swaps two tensors' contents. */
-static int is_converted(module_state *state, PyObject *noted)
+static int is_converted(const module_state *state, PyObject *noted)
 {
     if (!PyTuple_Check(noted) || PyTuple_GET_SIZE(noted) != 4)
         return pli_error(PyExc_TypeError,
@@ -243,19 +244,18 @@ static int is_converted(module_state *state, PyObject *noted)
     if (attributes != PyTuple_GET_ITEM(noted, 2))
         return attributes == NULL ? -1 : 1;
     const int dtype =
-        has_changed(pli_tensor_get(&state->dtype, state->name_dtype, parameter),
-                    PyTuple_GET_ITEM(noted, 1));
+        has_changed(parameter, state->name_dtype, PyTuple_GET_ITEM(noted, 1));
     /* A trained parameter that was frozen gets no gradients: it needs no new wrapping,
      * and is often unfrozen soon (adversarial training). */
     if (dtype != 0 || trains == Py_True)
         return dtype;
-    return has_changed(PyObject_GetAttr(parameter, state->name_requires_grad), trains);
+    return has_changed(parameter, state->name_requires_grad, trains);
 }
 
 static PyObject *converted(PyObject *module, PyObject *noted)
 {
     PLI_ENTER(module);
-    module_state *state = state_of_module(module);
+    const module_state *state = state_of_module(module);
     int found = 0;
     if (!PyList_Check(noted))
         return PyErr_Format(PyExc_TypeError, "noted is %R: give a list", noted);

@@ -94,15 +94,7 @@
     X(device_group)                                                                    \
     X(gradient_sum)
 
-/* The getter of a property, in the version of a class in which it was found. */
-typedef struct pli_property {
-    unsigned version; /* 0: none was found */
-    getter get;
-    void *closure;
-} pli_property;
-
 typedef struct module_state {
-    pli_property grad, dtype; /* of parameters */
 #define TYPE_FIELD(name) PyTypeObject *name##_type;
     PLI_TYPE_MAP(TYPE_FIELD)
 #undef TYPE_FIELD

@@ -163,7 +163,8 @@ static int is_complex(const pli_layout *layout)
 
 static int may_be_lazy(const pli_layout *layout)
 {
-    const int is_real = layout->dtype == PL_F32 || layout->dtype == PL_F64;
+    const int is_real =
+        layout->dtype == PL_F32 || layout->dtype == PL_F64 || layout->dtype == PL_F16;
     return is_complex(layout) || (is_real && layout->n_elems == 1);
 }
 
@@ -239,23 +240,6 @@ int pli_tensor_place(const module_state *state, PyObject *object, const char *wh
     *out = dl.device;
     Py_XDECREF(capsule);
     return 0;
-}
-
-PyObject *pli_tensor_get(pli_property *kept, PyObject *name, PyObject *tensor)
-{
-    PyTypeObject *type = Py_TYPE(tensor);
-    if (kept->version != 0 && kept->version == type->tp_version_tag)
-        return kept->get(tensor, kept->closure);
-    PyObject *found = PyObject_GetAttr((PyObject *)type, name);
-    if (found == NULL)
-        PyErr_Clear(); /* the instance may have it */
-    else if (Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
-             type->tp_getattro == PyObject_GenericGetAttr) {
-        const PyGetSetDef *def = ((PyGetSetDescrObject *)found)->d_getset;
-        *kept = (pli_property){type->tp_version_tag, def->get, def->closure};
-    }
-    Py_XDECREF(found);
-    return PyObject_GetAttr(tensor, name);
 }
 
 /* ---- making --------------------------------------------------------------------- */

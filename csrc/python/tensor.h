@@ -27,15 +27,9 @@ int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *ob
 
 /* The same for a gradient, which is asked for a lazy sign whatever its size.  The other
  * readings ask tensors of one element alone: only a private function of torch negates
- * larger ones without gaps.  A step asks each parameter's first gradients, and those
- * that follow a lazy one: asking takes the GIL anew.  Subclasses are not asked, because
- * some refuse. */
+ * larger ones without gaps.  Subclasses are not asked, because some refuse. */
 int pli_tensor_read_grad(const module_state *state, dl_device place, PyObject *object,
                          const char *what, pli_tensor *out);
-
-/* Returns tensor.name, by the kept getter as long as it is the class's own: a look-up
- * by name costs as much as the getter. */
-PyObject *pli_tensor_get(pli_property *kept, PyObject *name, PyObject *tensor);
 
 /* The device of a strided tensor. */
 int pli_tensor_place(const module_state *state, PyObject *object, const char *what,

@@ -280,8 +280,10 @@ pl_status pl_step_take(pl_step *self, size_t i, pl_arrival arrival, int *is_due)
 {
     pl_status st = PL_OK;
     int is_in_step = 0;
+    pl_stream *stream = NULL;
     *is_due = 0;
-    PL_TRY(read_stream(self)); /* autograd may have written to a view, whatever fails */
+    if (is_on_device(self)) /* autograd may have written to a view, whatever fails */
+        PL_TRY(pli_step_current_stream(self, &stream));
     PL_TRY(enter(self, i, PL_NO_CONTEXT, &is_in_step));
     if (!is_in_step)
         goto done;
@@ -291,6 +293,7 @@ pl_status pl_step_take(pl_step *self, size_t i, pl_arrival arrival, int *is_due)
     if (arrival == PL_ARRIVES_BEFORE_HOOKS)
         goto done;
     PL_TRY(check_is_first(self, i));
+    PL_TRY(read_stream(self));
     PL_TRY(pli_grads_take(self, i));
     *is_due = self->settings->is_compiled &&
               self->reducer->spec.n_params - self->reducer->n_ready_params == 0;

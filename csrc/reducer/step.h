@@ -66,8 +66,8 @@ typedef struct pl_grad_ops {
     /* Reads a gradient that backward has produced.  Replaces a sparse one by a dense
      * copy.  *n_sparse_dims: of the parameter's last gradient, 0 if dense; on return of
      * this one. */
-    pl_status (*read_arrived)(void *context, pl_reading how, pl_grad **grad,
-                              unsigned *n_sparse_dims, pli_tensor *out);
+    pl_status (*read_arrived)(void *context, pl_grad **grad, unsigned *n_sparse_dims,
+                              pli_tensor *out);
     pl_status (*read)(void *context, pl_reading how, const char *what, pl_grad *grad,
                       pli_tensor *out);
     void (*hold)(pl_grad *grad);

@@ -27,7 +27,6 @@
 #include "step_state.h"
 
 enum { RELEASE_BYTES = 65536 }; /* larger copies let other threads run */
-enum { MOST_ASKED = 3 };        /* gradients of a parameter */
 enum { MOST_RETAINED_BYTES = 64 << 20 };
 
 static const char GRADIENT[] = "a parameter's gradient";
@@ -92,12 +91,10 @@ static pl_status read_arrived(pl_step *self, size_t i, pl_grad **out,
     pl_status st = PL_OK;
     step_slot *slot = &self->slots[i];
     pl_grad *grad = NULL;
-    const pl_reading how =
-        slot->is_lazy || slot->n_asked < MOST_ASKED ? PL_READ_GRAD : PL_READ_ANY;
     PL_TRY(self->grads->find(self->context, i, &grad));
     if (grad != NULL) {
-        PL_TRY(self->grads->read_arrived(self->context, how, &grad,
-                                         &slot->n_sparse_dims, tensor));
+        PL_TRY(self->grads->read_arrived(self->context, &grad, &slot->n_sparse_dims,
+                                         tensor));
         if (tensor->layout.dtype != slot->layout->dtype ||
             tensor->layout.n_elems != slot->layout->n_elems)
             PL_FAIL(PL_ESTATE,
@@ -107,8 +104,6 @@ static pl_status read_arrived(pl_step *self, size_t i, pl_grad **out,
                     tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype));
         PL_TRY(check_place(self, i, tensor));
         slot->is_lazy = (char)tensor->layout.is_lazy;
-        if (slot->n_asked < MOST_ASKED)
-            slot->n_asked++;
     }
     *out = grad;
     grad = NULL;

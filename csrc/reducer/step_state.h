@@ -26,8 +26,6 @@ typedef struct step_slot {
     char takes_at_end; /* a user's hook has yet to run, or it is in a context */
     char had_grad;     /* `.grad` existed before; set for views, with keeps_grads */
     char is_lazy;      /* copy: the target was, when it was read */
-    char n_asked;      /* gradients asked for a lazy sign: the first ones, as only a
-                          private function of torch negates without gaps */
     pl_grad *target;   /* copy: tensor to write to; view: tensor that `.grad` stays;
                           sparse: the mean */
     pl_grad *late;     /* view: the gradient that came after the bucket was posted */

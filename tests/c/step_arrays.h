@@ -383,12 +383,10 @@ static inline void array_read_to(const pl_grad *grad, pli_tensor *out)
     out->layout = grad->layout;
 }
 
-static inline pl_status arrays_read_arrived(void *context, pl_reading how,
-                                            pl_grad **grad, unsigned *n_sparse_dims,
-                                            pli_tensor *out)
+static inline pl_status arrays_read_arrived(void *context, pl_grad **grad,
+                                            unsigned *n_sparse_dims, pli_tensor *out)
 {
     pl_status st = PL_OK;
-    (void)how;
     float values[ARRAYS_MOST_ELEMS];
     PL_TRY(arrays_call(context, CALL_READ_ARRIVED));
     *n_sparse_dims = (*grad)->n_sparse_dims;

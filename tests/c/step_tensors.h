@@ -254,12 +254,11 @@ static inline pl_status tensors_read(void *context, pl_reading how, const char *
     return PL_OK;
 }
 
-static inline pl_status tensors_read_arrived(void *context, pl_reading how,
-                                             pl_grad **it, unsigned *n_sparse_dims,
-                                             pli_tensor *out)
+static inline pl_status tensors_read_arrived(void *context, pl_grad **it,
+                                             unsigned *n_sparse_dims, pli_tensor *out)
 {
     *n_sparse_dims = 0;
-    return tensors_read(context, how, "a gradient", *it, out);
+    return tensors_read(context, PL_READ_GRAD, "a gradient", *it, out);
 }
 
 static inline void tensors_put_back(void *context, size_t i, pl_grad *it)

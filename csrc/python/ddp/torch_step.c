@@ -38,9 +38,9 @@ static PyObject *home_of(const reducer_object *self, size_t i)
 
 static pl_status find(void *context, size_t i, pl_grad **out)
 {
-    reducer_object *self = context;
-    module_state *state = state_of((PyObject *)self);
-    PyObject *grad = pli_tensor_get(&state->grad, state->name_grad, home_of(self, i));
+    const reducer_object *self = context;
+    PyObject *grad =
+        PyObject_GetAttr(home_of(self, i), state_of_reducer(self)->name_grad);
     if (grad != Py_None)
         return give(grad, out);
     Py_DECREF(grad);
@@ -79,13 +79,6 @@ static void drop(pl_grad *grad)
 
 /* ---- reading -------------------------------------------------------------------- */
 
-static int (*const readers[])(const module_state *, dl_device, PyObject *, const char *,
-                              pli_tensor *) = {
-    [PL_READ_GRAD] = pli_tensor_read_grad,
-    [PL_READ_ANY] = pli_tensor_read_any,
-    [PL_READ_PLAIN] = pli_tensor_read_on,
-};
-
 static int densify(const module_state *state, PyObject **grad, unsigned *n_sparse_dims)
 {
     PyObject *pair = PyObject_CallOneArg(state->sparse_densify, *grad);
@@ -105,13 +98,13 @@ static int densify(const module_state *state, PyObject **grad, unsigned *n_spars
 
 /* If reading fails, the gradient is sparse; the next ones are then taken for sparse
  * until a dense one comes. */
-static int read_dense(const reducer_object *self, pl_reading how, PyObject **grad,
+static int read_dense(const reducer_object *self, PyObject **grad,
                       unsigned *n_sparse_dims, pli_tensor *out)
 {
     static const char what[] = "a parameter's gradient";
     const module_state *state = state_of_reducer(self);
     if (*n_sparse_dims == 0) {
-        if (readers[how](state, self->device.place, *grad, what, out) == 0)
+        if (pli_tensor_read_grad(state, self->device.place, *grad, what, out) == 0)
             return 0;
         if (!PyErr_ExceptionMatches(PyExc_TypeError))
             return -1;
@@ -122,11 +115,11 @@ static int read_dense(const reducer_object *self, pl_reading how, PyObject **gra
     return pli_tensor_read_any(state, self->device.place, *grad, what, out);
 }
 
-static pl_status read_arrived(void *context, pl_reading how, pl_grad **grad,
-                              unsigned *n_sparse_dims, pli_tensor *out)
+static pl_status read_arrived(void *context, pl_grad **grad, unsigned *n_sparse_dims,
+                              pli_tensor *out)
 {
     PyObject *object = object_of(*grad);
-    const int status = read_dense(context, how, &object, n_sparse_dims, out);
+    const int status = read_dense(context, &object, n_sparse_dims, out);
     *grad = (pl_grad *)object;
     return status_of(status);
 }
@@ -134,6 +127,12 @@ static pl_status read_arrived(void *context, pl_reading how, pl_grad **grad,
 static pl_status read_tensor(void *context, pl_reading how, const char *what,
                              pl_grad *grad, pli_tensor *out)
 {
+    static int (*const readers[])(const module_state *, dl_device, PyObject *,
+                                  const char *, pli_tensor *) = {
+        [PL_READ_GRAD] = pli_tensor_read_grad,
+        [PL_READ_ANY] = pli_tensor_read_any,
+        [PL_READ_PLAIN] = pli_tensor_read_on,
+    };
     const reducer_object *self = context;
     return status_of(readers[how](state_of_reducer(self), self->device.place,
                                   object_of(grad), what, out));

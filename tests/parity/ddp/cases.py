@@ -44,6 +44,7 @@ from support.ranks import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+PINNED = (2, 13)  # the oldest torch whose class must run all programs
 PEER_SECONDS = 10.0
 BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "480"))
 SKIPPED = "skipped on every rank: "
@@ -351,14 +352,23 @@ def assert_same_grads(mine, theirs, what="now"):
 
 
 def compare_with_torch(ranks, program, *point):
-    """Run a program with both classes; check that they yield the same."""
-    runs = []
-    here = contextlib.nullcontext
-    for wrap, place in ((ranks.wrap_by_torch, on_torchs_device), (ranks.wrap, here)):
+    """Run a program with both classes; check that they yield the same.
+
+    Skips the case if the class of an older torch raises.
+    """
+
+    def run(wrap):
         torch.manual_seed(1)
-        with place():
-            runs.append([_kept(found) for found in program(ranks, wrap, *point)])
-    for i, (theirs, mine) in enumerate(zip(*runs, strict=True)):
+        return [_kept(found) for found in program(ranks, wrap, *point)]
+
+    try:
+        with on_torchs_device():
+            expected = run(ranks.wrap_by_torch)
+    except Exception as error:
+        if torch_core.version() >= PINNED:
+            raise
+        pytest.skip(f"the class of torch {torch.__version__} raises {error!r:.80}")
+    for i, (theirs, mine) in enumerate(zip(expected, run(ranks.wrap), strict=True)):
         _assert_alike(mine, theirs, f"yielded {i}")
 
 
@@ -392,8 +402,7 @@ def run_drawn(ranks, n, run):
         try:
             run(seed)
         except Exception as error:
-            error.add_note(f"FUZZ_SEED={seed}")
-            raise
+            raise AssertionError(f"FUZZ_SEED={seed}") from error
 
 
 def mean_over(rows):

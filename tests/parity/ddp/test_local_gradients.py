@@ -240,18 +240,59 @@ def test_subclasses_are_not_asked_for_a_lazy_sign(ranks, wrap):
         yield [p.grad.as_subclass(torch.Tensor) for p in plain.parameters()]
 
 
-@as_torch(view=[False, True])
-def test_gradients_of_one_rank_may_have_a_lazy_sign(ranks, wrap, view):
-    """Only a private function of torch gives a large gradient such a sign."""
+def negated(grad):
+    return torch._neg_view(-grad)
+
+
+def strided(grad):
+    """Return the gradient as part of a lazy conjugate, without gaps in memory."""
+    memory = grad.new_zeros(2 * grad.numel() + 2)
+    memory[1 : 1 + grad.numel()] = -grad.flatten()
+    lazy = torch.view_as_complex(memory.view(-1, 2)).conj().imag
+    return lazy.as_strided(grad.shape, grad.stride())
+
+
+@as_torch(how=[negated, strided], start=[0, 4], view=[False, True])
+def test_gradients_of_one_rank_may_have_a_lazy_sign(ranks, wrap, how, start, view):
+    skip_without_complex()
     terms = Terms([(), SMALL, LARGE])
-    for p in terms.parameters() if ranks.rank == 0 else ():
-        p.register_hook(lambda grad: torch._neg_view(-grad))
     model = wrap(terms, gradient_as_bucket_view=view)
-    for step in range(4):
+    for step in range(start + 4):
+        for p in terms.parameters() if (ranks.rank, step) == (0, start) else ():
+            p.register_hook(how)
         if step % 2 == 0:
             model.zero_grad()
         model(factors(ranks, model, step)).backward()
         yield grads_of(model)
+
+
+class Halves(nn.Module):
+    """Its second parameter has a gradient with a lazy sign if it is conjugated."""
+
+    def __init__(self, shape, is_lazy):
+        super().__init__()
+        ones = torch.ones(shape, dtype=torch.float16)
+        self.real, self.imag = nn.Parameter(ones), nn.Parameter(2 * ones)
+        start = torch.complex(ones, 3 * ones).conj().imag
+        self.register_buffer("lazy", start if is_lazy else start.resolve_neg())
+
+    def forward(self, x, is_conjugated):
+        z = torch.complex(self.real, self.imag)
+        z = z.conj() if is_conjugated else z
+        return (torch.view_as_real(z.resolve_conj()) * x).sum() * self.lazy.sum()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@as_torch(shape=[(), (1,)], view=[False, True])
+def test_half_numbers_of_one_rank_may_have_a_lazy_sign(ranks, wrap, shape, view):
+    skip_without_complex()
+    model = wrap(Halves(shape, ranks.rank == 0), gradient_as_bucket_view=view)
+    for step in range(6):
+        model.zero_grad()
+        x = ranks.integers(*shape, 2, key=step).half()
+        model(x, ranks.rank == step % 3).backward()
+        yield grads_of(model)
+        yield [b.clone() for b in model.buffers()]
 
 
 def test_a_parameter_that_is_a_lazy_conjugate_starts_equal(ranks):

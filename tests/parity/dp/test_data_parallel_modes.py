@@ -5,6 +5,7 @@ import contextvars
 
 import pytest
 import torch
+from paceline._compat import torch_core
 from programs import X, module
 from replicas import (
     ON_EACH,
@@ -80,6 +81,13 @@ def called(function, value, after):
         function(after)
 
 
+@contextlib.contextmanager
+def default_device():
+    with called(torch.set_default_device, "cpu", None):
+        yield
+    vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # torch 2.8 does not read the None
+
+
 SURROUNDINGS = {
     "nothing": contextlib.nullcontext,
     "no_grad": torch.no_grad,
@@ -96,7 +104,7 @@ SURROUNDINGS = {
     "deterministic": lambda: called(torch.use_deterministic_algorithms, True, False),
     "device cpu": lambda: torch.device("cpu"),
     "device meta": lambda: torch.device("meta"),
-    "default device": lambda: called(torch.set_default_device, "cpu", None),
+    "default device": default_device,
     "denormal": lambda: called(torch.set_flush_denormal, True, False),
     "anomaly": torch.autograd.detect_anomaly,
     "anomaly, not nan": lambda: torch.autograd.detect_anomaly(check_nan=False),
@@ -130,6 +138,10 @@ def precise(m, x):
     return low, high
 
 
+@pytest.mark.skipif(
+    torch_core.version() < (2, 13),
+    reason="before, autocast kept a cast of no_grad for what needs a gradient",
+)
 @ON_EACH
 def test_autocast_gives_the_plain_dtypes_and_gradients(wrap):
     layers = {"first": linear(4).float(), "second": linear(2, 4).float()}
