@@ -394,7 +394,7 @@ done:
         if (st == PL_OK)
             refuse(all.all[i].fd, "rank 0 accepts no more ranks");
         else
-            (void)close(all.all[i].fd); /* a rank finds out itself who is gone */
+            (void)close(all.all[i].fd); /* a rank finds the dead one itself */
     return st;
 }
 

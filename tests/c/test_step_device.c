@@ -136,6 +136,30 @@ static void train_with_accidents(rank_tensors *self)
     }
 }
 
+/* Another thread's backward, on its own stream, comes while a step ends. */
+static void take_while_a_step_ends(rank_tensors *self)
+{
+    int is_due = 0;
+    for (uint64_t step = 1; step <= 3; step++)
+        if (!train_step(self, step))
+            return;
+    zero(self);
+    if (!CHECK_OK(forward(self, 4)) || !CHECK_OK(backward(self, 4, N_PARAMS)))
+        return;
+    for (size_t k = 1; k < self->gpu.n_streams; k++)
+        stream_behind(&self->gpu, 0, k);
+    self->current = 0;
+    self->settings.n_ends = 0;
+    CHECK_OK(pl_step_close(self->step));
+    self->current = self->gpu.n_streams - 1;
+    CHECK_FAILS(pl_step_take(self->step, 0, PL_ARRIVES_ALONE, &is_due), PL_ESTATE,
+                "from two backwards at once");
+    CHECK(self->step->stream == stream_of(&self->gpu, 0));
+    self->current = 0;
+    CHECK_OK(pl_step_finish(self->step));
+    check_means(self, 4, 1, 1);
+}
+
 /* Autograd adds to a view in place, on any stream; the hook then fails the step, in
  * which the world may have moved to new memory. */
 static void fail_at_the_first_gradient(rank_tensors *self)
@@ -418,6 +442,16 @@ TEST(a_step_that_fails_at_its_first_gradient_leaves_no_memory_in_use)
         tensor_world world = world_of(65000 + 4 * seed); /* a device that is late */
         world.it.world_size = 1;
         world.train = fail_at_the_first_gradient;
+        tensors_run(&world);
+    }
+}
+
+TEST(a_gradient_that_is_refused_leaves_the_step_its_stream)
+{
+    EACH_SEED (seed, SEEDS) {
+        tensor_world world = world_of(67000 + seed);
+        world.it.world_size = 1;
+        world.train = take_while_a_step_ends;
         tensors_run(&world);
     }
 }
