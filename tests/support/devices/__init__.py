@@ -49,8 +49,12 @@ def compiler() -> str | None:
 
 
 def load() -> bool:
-    """Load the devices into torch; return whether that worked: it needs a compiler."""
-    if native.library is None and compiler() is not None:
+    """Load the devices into torch; return whether that worked.
+
+    It needs a compiler, and the interface for devices of torch 2.8.
+    """
+    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8)
+    if native.library is None and not is_old and compiler() is not None:
         loaded = ctypes.CDLL(str(_built()))
         loaded.devices_stream.restype = ctypes.c_int64
         loaded.devices_set_stream.argtypes = ctypes.c_int, ctypes.c_int64
@@ -64,7 +68,7 @@ def load() -> bool:
 def show(n_devices: int) -> None:
     """Show this many devices, or none."""
     if native.library is None:
-        pytest.skip("devices of torch need g++, and load() before the first backward")
+        pytest.skip("devices of torch need g++, torch 2.8, and load() before backward")
     if n_devices and not hasattr(torch, KIND):
         _introduce()
     native.visible = n_devices
