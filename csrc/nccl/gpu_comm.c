@@ -522,11 +522,10 @@ done:
 /* Whether the allocator has yet to learn of a stream; it is known from now on. */
 static int is_new(pli_gpu_comm *self, pl_stream *stream)
 {
-    size_t k = 0;
+    int is_known = 0;
     (void)pthread_mutex_lock(&self->lock);
-    while (k < PLI_GPU_STREAMS && k < self->n_recorded && self->recorded[k] != stream)
-        k++;
-    const int is_known = k < PLI_GPU_STREAMS && k < self->n_recorded;
+    for (size_t k = 0; k < PLI_GPU_STREAMS && k < self->n_recorded; k++)
+        is_known |= self->recorded[k] == stream;
     if (!is_known)
         self->recorded[self->n_recorded++ % PLI_GPU_STREAMS] = stream;
     (void)pthread_mutex_unlock(&self->lock);

@@ -293,7 +293,7 @@ pl_status pl_step_take(pl_step *self, size_t i, pl_arrival arrival, int *is_due)
     if (arrival == PL_ARRIVES_BEFORE_HOOKS)
         goto done;
     PL_TRY(check_is_first(self, i));
-    PL_TRY(read_stream(self));
+    set_stream(self, stream);
     PL_TRY(pli_grads_take(self, i));
     *is_due = self->settings->is_compiled &&
               self->reducer->spec.n_params - self->reducer->n_ready_params == 0;

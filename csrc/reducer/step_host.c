@@ -64,8 +64,9 @@ done:
 pl_status pli_step_read_stream(pl_step *self)
 {
     pl_status st = PL_OK;
-    PL_TRY(pli_step_current_stream(self, &self->stream));
-    pl_reducer_set_stream(self->reducer, self->stream);
+    pl_stream *stream = NULL;
+    PL_TRY(pli_step_current_stream(self, &stream));
+    set_stream(self, stream);
 done:
     return st;
 }

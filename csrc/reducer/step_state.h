@@ -231,7 +231,14 @@ pl_status pli_step_let_go(pl_step *self, pl_status (*call)(pl_reducer *)) PL_MUS
 /* On a GPU: *out is this thread's stream, whose work the world's memory outlives. */
 pl_status pli_step_current_stream(pl_step *self, pl_stream **out) PL_MUST_USE;
 
-/* On a GPU: reads this thread's stream; the reducer enqueues on it from now on. */
+/* The reducer enqueues on `stream` from now on; NULL on the CPU. */
+static inline void set_stream(pl_step *self, pl_stream *stream)
+{
+    self->stream = stream;
+    pl_reducer_set_stream(self->reducer, stream);
+}
+
+/* On a GPU: reads this thread's stream, and sets it. */
 pl_status pli_step_read_stream(pl_step *self) PL_MUST_USE;
 
 PL_MUST_USE static inline pl_status read_stream(pl_step *self)

@@ -23,9 +23,9 @@ __all__ = ["LEARNING_RATE", "Batch", "Transformer", "build_resnet18", "tokens"]
 class ManySmall(nn.Module):
     """A thousand parameters of four elements: shows the cost per parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = 1000) -> None:
         super().__init__()
-        self.terms = nn.ParameterList(torch.randn(4) for _ in range(1000))
+        self.terms = nn.ParameterList(torch.randn(4) for _ in range(n))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a sum of products, so that each gradient is a separate tensor."""

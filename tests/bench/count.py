@@ -16,7 +16,6 @@ import ctypes
 import os
 import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,11 @@ from pathlib import Path
 
 import paceline
 import torch
+from bench_models import ManySmall
 from torch import Tensor, distributed, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.ports import free_port
 
 N_WARM, N_STEPS = 16, 15
 FEW, MANY = 100, 300
@@ -37,21 +40,6 @@ HELPER = """\
 void start(void) { CALLGRIND_START_INSTRUMENTATION; }
 void dump(const char *name) { CALLGRIND_DUMP_STATS_AT(name); }
 """
-
-
-class Terms(nn.Module):
-    """Adds `n` products: a gradient for each parameter."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.terms = nn.ParameterList(torch.randn(4) for _ in range(n))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a sum of products."""
-        total = torch.zeros_like(x)
-        for term in self.terms:
-            total = torch.addcmul(total, term, x)
-        return total
 
 
 def layers(n: int) -> nn.Module:
@@ -94,8 +82,8 @@ def work(helper: str | None) -> None:
 
     for n in (FEW, MANY):
         x = torch.randn(4)
-        train(Terms(n), x, f"plain {n}", dump)
-        train(paceline.DistributedDataParallel(Terms(n)), x, f"ddp {n}", dump)
+        train(ManySmall(n), x, f"plain {n}", dump)
+        train(paceline.DistributedDataParallel(ManySmall(n)), x, f"ddp {n}", dump)
     if helper is not None:
         for n in (1, 20):
             x = torch.randn(4, 8)
@@ -119,10 +107,8 @@ def build_helper(folder: Path) -> Path:
 
 def run(folder: Path) -> None:
     """Run both ranks; leave rank 0's profiles in `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared["WORLD_SIZE"] = "2"
     program = [sys.executable, __file__, "--work"]
     callgrind = [
         "valgrind",

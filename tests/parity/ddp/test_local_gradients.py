@@ -292,7 +292,7 @@ def test_half_numbers_of_one_rank_may_have_a_lazy_sign(ranks, wrap, shape, view)
         x = ranks.integers(*shape, 2, key=step).half()
         model(x, ranks.rank == step % 3).backward()
         yield grads_of(model)
-        yield [b.clone() for b in model.buffers()]
+        yield list(model.buffers())
 
 
 def test_a_parameter_that_is_a_lazy_conjugate_starts_equal(ranks):

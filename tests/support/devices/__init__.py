@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline._compat import torch_core
 
 KIND = "gpu"
 MOST = 10  # N_DEVICES of operation.h
@@ -53,8 +54,8 @@ def load() -> bool:
 
     It needs a compiler, and the interface for devices of torch 2.8.
     """
-    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8)
-    if native.library is None and not is_old and compiler() is not None:
+    is_new = torch_core.version() >= (2, 8)
+    if native.library is None and is_new and compiler() is not None:
         loaded = ctypes.CDLL(str(_built()))
         loaded.devices_stream.restype = ctypes.c_int64
         loaded.devices_set_stream.argtypes = ctypes.c_int, ctypes.c_int64

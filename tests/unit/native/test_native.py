@@ -385,7 +385,6 @@ def test_what_cannot_be_compared_is_named(given, words):
 
 
 def test_a_property_that_a_class_gets_later_is_read(monkeypatch):
-    """The getter of torch's own is kept until the class changes."""
     p = nn.Parameter(torch.ones(2))
     noted = [(p, torch.float32, p.__dict__, True)]
     for _ in range(3):
