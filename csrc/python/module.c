@@ -183,6 +183,8 @@ static PyObject *restore(PyObject *module, PyObject *args)
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts); i++) {
         PyObject *const dict = PyList_GET_ITEM(dicts, i);
         PyObject *const held = PyList_GET_ITEM(expected, i);
+        if (is_as(dict, held, held)) /* no value is `held` */
+            continue;
         if (!is_as(dict, held, NULL))
             PyDict_Clear(dict);
         if (PyDict_Update(dict, held) != 0)
@@ -207,6 +209,47 @@ static PyObject *differing(PyObject *module, PyObject *args)
             Py_CLEAR(found);
         Py_XDECREF(number);
     }
+    return found;
+}
+
+/* Appends a dictionary's size, names and values; a script's only looks like one. */
+static int append_items(PyObject *held, PyObject *sizes, PyObject *names,
+                        PyObject *values)
+{
+    PyObject *dict = PyDict_Check(held) ? Py_NewRef(held) : PyDict_New();
+    PyObject *size = NULL, *name, *value;
+    Py_ssize_t at = 0;
+    int status = dict == NULL ? -1 : dict != held ? PyDict_Update(dict, held) : 0;
+    if (status == 0 && (size = PyLong_FromSsize_t(PyDict_GET_SIZE(dict))) == NULL)
+        status = -1;
+    status = status != 0 ? -1 : PyList_Append(sizes, size);
+    while (status == 0 && PyDict_Next(dict, &at, &name, &value))
+        status = PyList_Append(names, name) != 0 ? -1 : PyList_Append(values, value);
+    Py_XDECREF(size);
+    Py_XDECREF(dict);
+    return status;
+}
+
+static PyObject *items(PyObject *module, PyObject *args)
+{
+    PLI_ENTER(module);
+    PyObject *objects, *attributes;
+    if (!PyArg_ParseTuple(args, "O!O!:items", &PyList_Type, &objects, &PyTuple_Type,
+                          &attributes))
+        return NULL;
+    PyObject *of[3] = {PyList_New(0), PyList_New(0), PyList_New(0)};
+    int status = of[0] == NULL || of[1] == NULL || of[2] == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; status == 0 && i < PyList_GET_SIZE(objects); i++) {
+        for (Py_ssize_t k = 0; status == 0 && k < PyTuple_GET_SIZE(attributes); k++) {
+            PyObject *held = PyObject_GetAttr(PyList_GET_ITEM(objects, i),
+                                              PyTuple_GET_ITEM(attributes, k));
+            status = held != NULL ? append_items(held, of[0], of[1], of[2]) : -1;
+            Py_XDECREF(held);
+        }
+    }
+    PyObject *found = status == 0 ? PyTuple_Pack(3, of[0], of[1], of[2]) : NULL;
+    for (int k = 0; k < 3; k++)
+        Py_XDECREF(of[k]);
     return found;
 }
 
@@ -312,6 +355,9 @@ static PyMethodDef module_methods[] = {
      "differing(dicts, expected, any, /)\n--\n\nReturn the indices of dicts that lack "
      "the expected names and values in the expected order; the value `any` matches "
      "every object."},
+    {"items", items, METH_VARARGS,
+     "items(objects, attributes, /)\n--\n\nReturn (sizes, names, values) of the dicts "
+     "that objects have as these attributes, object by object."},
     {"restore", restore, METH_VARARGS,
      "restore(dicts, expected, /)\n--\n\nGive dicts exactly the expected items."},
     {"converted", converted, METH_O,

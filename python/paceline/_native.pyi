@@ -31,6 +31,9 @@ def gather(
 def differing(
     dicts: list[dict[str, Any]], expected: list[dict[str, Any]], any: object, /
 ) -> list[int]: ...
+def items(
+    objects: list[Any], attributes: tuple[str, ...], /
+) -> tuple[list[int], list[str], list[Any]]: ...
 def restore(dicts: list[dict[str, Any]], expected: list[dict[str, Any]], /) -> None: ...
 def converted(
     noted: list[tuple[torch.Tensor, torch.dtype, dict[str, Any], bool]], /

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,20 @@ is_tracing: Callable[[], bool] = _C._is_tracing
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 _hooks: Any = _C._autograd
 _top_hooks = getattr(_hooks, "_top_saved_tensors_default_hooks", None)
+
+_UNCHANGED = nullcontext()  # torch's contexts cost microseconds each
+
+
+def grad_mode(is_on: bool) -> AbstractContextManager[Any]:
+    """Return a context that records a graph, or none; nothing in it may change that."""
+    is_as_before = torch.is_grad_enabled() == is_on
+    return _UNCHANGED if is_as_before else torch.set_grad_enabled(is_on)
+
+
+def without_inference() -> AbstractContextManager[Any]:
+    """Return a context that is not in inference mode, but may record a graph."""
+    is_on = torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if is_on else _UNCHANGED
 
 
 def is_traced() -> bool:

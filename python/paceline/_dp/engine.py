@@ -50,7 +50,7 @@ from paceline._compat.torch_core import tensors_with_graph
 from paceline._dp import originals, rng, threads, transfers
 from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
-from paceline._dp.replicate import Trained, held_by, parts_of
+from paceline._dp.replicate import Entries, Trained, parts_of
 from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import InsideReplica, Task, Watch
 
@@ -100,7 +100,7 @@ class Engine:
         self._last_begun: object = None
 
     def _check_process(self) -> None:
-        if self._process != os.getpid() and not self.is_cpu:
+        if not self.is_cpu and self._process != os.getpid():
             raise RuntimeError(
                 "a DataParallel on GPUs cannot be called in a forked process: start "
                 "processes by spawn, and create the wrapper there"
@@ -170,7 +170,7 @@ class Engine:
         self._refuse_capture()
         streams, is_recorded = self.group.streams(), torch.is_grad_enabled()
         # The forward may turn gradients on: inputs that require some have a graph.
-        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
+        with torch_modes.grad_mode(not torch.is_inference_mode_enabled()):
             tree, sizes, parts = _native.scatter(inputs, kwargs, n, dim)
             placed = [
                 transfers.to_member(streams, tree, parts, is_recorded, k)
@@ -182,11 +182,12 @@ class Engine:
         """Return the module, and replicas of it on their devices."""
         self._refuse_capture()
         parts = parts_of(module)
-        self._check_devices(parts)
+        entries = Entries.of(parts)
+        self._check_devices(entries)
         replicated = self._replicated
         if replicated is None:
             replicated = self._kept.replicated = ModelCopies(self.group)
-        return replicated.replicas(parts, n_replicas, self.group.streams())
+        return replicated.replicas(parts, entries, n_replicas, self.group.streams())
 
     def apply(
         self,
@@ -204,7 +205,7 @@ class Engine:
                 f"{len(group)} devices: give at most one replica per device"
             )
         if len(replicas) == 1:
-            self._check_devices(parts)
+            self._check_devices(Entries.of(parts))
         streams, state, n_cores = group.streams(), State(), torch.get_num_threads()
         tasks: list[Task] = []
         for k, (replica, args, named) in enumerate(
@@ -375,10 +376,10 @@ class Engine:
 
     # ---- before and after -----------------------------------------------------------
 
-    def _check_devices(self, parts: list[Module]) -> None:
+    def _check_devices(self, entries: Entries) -> None:
         """Raise torch's error if a tensor is not on the first device."""
         machine, first = self._machine, self.indices[0]
-        by_device = {tensor.device: tensor for tensor in held_by(parts)}
+        by_device = {t.device: t for t in entries.values if t is not None}
         for tensor in by_device.values():
             if machine.index_of_tensor(tensor, first) != first:
                 device = machine.device(first)
@@ -438,4 +439,4 @@ def _recorded(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
     A forward may turn gradients on or off.
     """
     has_graph = torch.is_grad_enabled() or any(map(tensors_with_graph, outputs))
-    return torch.set_grad_enabled(has_graph)
+    return torch_modes.grad_mode(has_graph)

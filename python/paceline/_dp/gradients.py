@@ -35,7 +35,7 @@ from torch.nn import Module
 
 from paceline._compat import torch_graph
 from paceline._dp.group import Streams
-from paceline._dp.replicate import tensors_of, unused_gradient
+from paceline._dp.replicate import Entries, unused_gradient
 from paceline._dp.segments import Segment
 from paceline._dp.transfers import move
 
@@ -383,7 +383,7 @@ class InnerBackwards:
             self._tasks.add(torch_graph.current_task())
 
     def _originals(self) -> list[torch.Tensor]:
-        found = tensors_of(self._parts).values()
+        found = Entries.of(self._parts).by_id().values()
         return [tensor for tensor in found if tensor.requires_grad and tensor.is_leaf]
 
     def __exit__(self, *_: object) -> None:

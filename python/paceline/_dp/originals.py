@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from paceline._dp.replicate import parts_of, tensors_of
+from paceline import _native
+from paceline._dp.replicate import Entries, parts_of
 
 Lists = list[tuple[type, str, list[Any]]]
 """Lists of classes that hold parts: class, name and list."""
@@ -30,22 +31,24 @@ class Originals:
 
     def look(self) -> None:
         """Note their present state."""
-        self._tensors = tensors_of(self._parts)
+        self._tensors = Entries.of(self._parts).by_id()
         self._versions = _versions(self._tensors)
         self._attributes = [part.__dict__.copy() for part in self._parts]
 
     def check(self, k: int) -> None:
         """Raise if replica `k` changed them."""
-        versions = _versions(tensors_of(self._parts))
+        versions = _versions(Entries.of(self._parts).by_id())
         if versions != self._versions:
             written = dict(versions.items() - self._versions.items())
             name = _name_of(self._parts[0], written)
         else:
-            held = zip(self._parts, self._attributes, strict=True)
-            part = next((p for p, old in held if not _is_same(p.__dict__, old)), None)
-            if part is None:
+            now, before = [p.__dict__ for p in self._parts], self._attributes
+            for i in _native.differing(now, before, self):
+                if not _is_same(now[i], before[i]):
+                    name = f"an attribute of a {type(self._parts[i]).__name__}"
+                    break
+            else:
                 return
-            name = f"an attribute of a {type(part).__name__}"
         raise RuntimeError(
             f"replica {k} of DataParallel wrote to {name} in the module itself, not in "
             "its own copy: it reaches the module by something other than attributes, "
@@ -90,7 +93,7 @@ def lists_of_classes(parts: list[Module]) -> Lists:
 
     snntorch uses one to reset the hidden states of all layers.
     """
-    kinds = {kind for of in set(map(type, parts)) for kind in of.__mro__}
+    kinds = {kind for of in set(map(type, parts)) for kind in of.__mro__[:-1]}
     own_kinds = (kind for kind in kinds if not kind.__module__.startswith("torch."))
     ids = set(map(id, parts))
     return [

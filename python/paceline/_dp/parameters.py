@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from paceline._compat import torch_core, torch_graph
+from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import segments as segments_
 from paceline._dp.gradients import Gradients, InnerBackwards
 from paceline._dp.group import N_SLOTS, Group, Streams
-from paceline._dp.replicate import as_original, replica_of
-from paceline._dp.segments import Entries, HeldBlocks, Layout, Segment
+from paceline._dp.replicate import Entries, as_original, replica_of
+from paceline._dp.segments import HeldBlocks, Layout, Segment
 from paceline._dp.shells import Shells
 from paceline._dp.transfers import at_member, is_by_torch, move
 
@@ -57,14 +57,14 @@ class ModelCopies:
         self.inner_backwards = InnerBackwards([])
 
     def replicas(
-        self, parts: list[Module], n_replicas: int, streams: Streams
+        self, parts: list[Module], entries: Entries, n_replicas: int, streams: Streams
     ) -> list[Module]:
         """Return the module, and replicas of it on their devices, for one forward."""
         self._leaves = []
         if n_replicas < 2:
             return [parts[0]]
         self.inner_backwards = InnerBackwards(parts)
-        by_torch, entries = is_by_torch(), Entries.of(parts)
+        by_torch = is_by_torch()
         tensors, of_replicas = self._brought_up_to_date(
             parts, entries, n_replicas, streams, by_torch=by_torch
         )
@@ -75,7 +75,7 @@ class ModelCopies:
         if made is None:
             keys = list(map(id, tensors))
             by_id = [dict(zip(keys, own, strict=True)) for own in of_replicas]
-            made = list(map(partial(replica_of, parts, entries.dicts), by_id, bring))
+            made = list(map(partial(replica_of, parts, entries.dicts()), by_id, bring))
         return [parts[0], *made]
 
     def _brought_up_to_date(
@@ -91,7 +91,7 @@ class ModelCopies:
         of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         if by_torch or self._group.is_cpu:
             # On the CPU, keeping blocks of memory gains nothing.
-            tensors = moved = list(entries.tensors().values())
+            tensors = moved = list(entries.by_id().values())
         else:
             layout = self._layout_of(parts, entries)
             tensors, moved = layout.tensors, layout.others
@@ -224,7 +224,7 @@ def _leaves_of(segment: Segment, k: int) -> list[torch.Tensor]:
 
     They are new tensors, since a reference to a slot would not count as a holder.
     """
-    with torch.inference_mode(False):
+    with torch_modes.without_inference():
         detached = [slot.detach() for slot in segment.slots[k]]
         return list(map(as_original, detached, segment.tensors))
 
@@ -303,10 +303,10 @@ def _moved(
     way, is_recorded = (0, member), torch.is_grad_enabled()
     if torch_graph.is_transformed():
         return move(streams, way, tensors)
-    with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
+    with torch_modes.without_inference(), torch_modes.grad_mode(is_recorded):
         given = [t if is_recorded and t.requires_grad else t.detach() for t in tensors]
         copies = move(streams, way, given)
-        for copy, tensor in zip(copies, tensors, strict=True):
-            if tensor.requires_grad and not copy.requires_grad:
-                copy.requires_grad_()
+        if not is_recorded:
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.requires_grad_(tensor.requires_grad)
         return list(map(as_original, copies, tensors))

@@ -13,6 +13,7 @@ partial or weak reference.
 from __future__ import annotations
 
 import copyreg
+import itertools
 import operator
 import warnings
 import weakref
@@ -20,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
@@ -48,20 +49,48 @@ def _collect(module: Module, parts: dict[int, Module]) -> None:
                 _collect(child, parts)
 
 
-def tensors_of(parts: list[Module]) -> dict[int, torch.Tensor]:
-    """Return all parameters and buffers, each once, by their ids."""
-    return {id(tensor): tensor for tensor in held_by(parts)}
+class Entries(NamedTuple):
+    """What dictionaries of a model's parts hold at one moment, part by part.
 
+    A call in another thread may put other tensors into the model at any time.
 
-def held_by(parts: list[Module]) -> list[torch.Tensor]:
-    """Return the parameters and buffers of each part; shared ones several times."""
-    return [
-        tensor
-        for part in parts
-        for tensors in (part._parameters, part._buffers)
-        for tensor in tensors.values()
-        if tensor is not None
-    ]
+    Attributes
+    ----------
+    sizes : list of int
+        Of each dictionary, the number of its entries.
+    names, values : list
+        Those of all dictionaries.
+    """
+
+    sizes: list[int]
+    names: list[str]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, parts: list[Module], *kinds: str) -> Entries:
+        """Return the present ones: by default, parameters and buffers."""
+        return cls(*_native.items(parts, kinds or ("_parameters", "_buffers")))
+
+    def dicts(self) -> list[dict[str, Any]]:
+        """Return a copy of each dictionary."""
+        pairs = zip(self.names, self.values, strict=True)
+        return [dict(itertools.islice(pairs, size)) for size in self.sizes]
+
+    def ids(self) -> list[int]:
+        """Return the ``id`` of each value."""
+        return list(map(id, self.values))
+
+    def by_id(self) -> dict[int, Any]:
+        """Return all values but None, each once, by their ids."""
+        return {id(value): value for value in self.values if value is not None}
+
+    def are_as(self, others: Entries) -> bool:
+        """Tell whether these are the same objects under the same names."""
+        return (
+            self.sizes == others.sizes
+            and self.names == others.names
+            and all(map(operator.is_, self.values, others.values))
+        )
 
 
 def alone_because(module: torch.nn.Module) -> str | None:
@@ -73,7 +102,8 @@ def alone_because(module: torch.nn.Module) -> str | None:
                 f"a {type(part).__name__} has max_norm: each call writes to those rows "
                 "of its weight that the batch uses"
             )
-    if any(tensor.is_inference() for tensor in held_by(parts)):
+    held = Entries.of(parts).values
+    if any(t is not None and t.is_inference() for t in held):
         return "a parameter or buffer was made in torch.inference_mode()"
     if torch_modes.is_mutation_allowed():
         return "in allow_mutation_on_saved_tensors() torch must see the whole batch"
@@ -119,7 +149,7 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     if kind is torch.Tensor and not original.__dict__:
         return copy
     if kind is Parameter or isinstance(original, Parameter):
-        if copy.grad_fn is None:
+        if copy.is_leaf:
             copy = Parameter(copy, original.requires_grad)
         if type(copy) is not kind:
             copy.__class__ = kind
@@ -192,12 +222,12 @@ class Trained:
     def __init__(self, replicas: Sequence[Any]) -> None:
         self._parts = [parts_of(r) if isinstance(r, Module) else [] for r in replicas]
         self._held = list(map(_held_by_each, self._parts))
-        self._hooks = [
-            (part, name, p, len(p._backward_hooks or ()))
-            for part in self._parts[0]
-            for name, p in part._parameters.items()
-            if p is not None and p.requires_grad
-        ]
+        held = (p for p in self._held[0].values if isinstance(p, torch.Tensor))
+        self._trained = [p for p in held if p.requires_grad]
+        self._n_hooks = self._count_hooks()
+
+    def _count_hooks(self) -> list[int]:
+        return [len(p._backward_hooks or ()) for p in self._trained]
 
     def check(self, outputs: Sequence[Any]) -> None:
         """Raise if replicas made parameters, or added hooks to those of replica 0.
@@ -205,18 +235,19 @@ class Trained:
         Such a hook would receive the gradient of all replicas.
         """
         for k, (parts, held) in enumerate(zip(self._parts, self._held, strict=True)):
-            if _native.differing(_held_by_each(parts), held, self):
+            if not held.are_as(_held_by_each(parts)):
                 self._check_new(k, outputs[k])
-        for part, name, p, n_hooks in self._hooks:
-            if len(p._backward_hooks or ()) > n_hooks:
-                raise RuntimeError(
-                    f"a forward of DataParallel has registered a hook on the parameter "
-                    f"'{name}' of {type(part).__name__} in each replica: register it "
-                    "before the forward, to get the gradient of the whole batch"
-                )
+        more = map(operator.gt, self._count_hooks(), self._n_hooks)
+        p = next(itertools.compress(self._trained, more), None)
+        if p is not None:
+            raise RuntimeError(
+                "a forward of DataParallel has registered a hook on the parameter "
+                f"{_name_of(p, self._parts[0])} in each replica: register it before "
+                "the forward, to get the gradient of the whole batch"
+            )
 
     def _check_new(self, k: int, output: Any) -> None:
-        parts, held = self._parts[k], self._held[k][::2]
+        parts, held = self._parts[k], self._held[k].dicts()[::2]
         before = dict(zip(map(id, parts), held, strict=True))
         known = {id(p) for each in held for p in each.values()}
         for part in parts_of(parts[0]):
@@ -237,9 +268,17 @@ class Trained:
                     p.register_hook(partial(_refuse, where))  # type: ignore[no-untyped-call]
 
 
-def _held_by_each(parts: Iterable[Module]) -> list[dict[str, Any]]:
+def _held_by_each(parts: list[Module]) -> Entries:
     """Return the parameters of each part, and its children."""
-    return [dict(of) for part in parts for of in (part._parameters, part._modules)]
+    return Entries.of(parts, "_parameters", "_modules")
+
+
+def _name_of(parameter: torch.Tensor, parts: list[Module]) -> str:
+    for part in parts:
+        for name, p in part._parameters.items():
+            if p is parameter:
+                return f"'{name}' of {type(part).__name__}"
+    return "that it has removed"
 
 
 def _refuse(where: str, grad: torch.Tensor | None) -> None:
@@ -291,6 +330,12 @@ def fill(
             object.__setattr__(copy, name, renewed(getattr(part, name), copies, bring))
     if "dynamo_ctx" in held:  # torch.compile(part): its forward calls the original
         copy._initialize()  # type: ignore[operator]
+
+
+def hook_dicts(attributes: Iterable[dict[str, Any]]) -> list[dict[Any, Any]]:
+    """Return the dictionaries of hooks of forward and backward among attributes."""
+    hooks = (held.get(name) for held in attributes for name in HOOKS)
+    return [each for each in hooks if each is not None]
 
 
 def hooks_of(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,7 +23,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 
 from paceline._compat import torch_core
 from paceline._dp.group import Group
-from paceline._dp.replicate import has_more_behind
+from paceline._dp.replicate import Entries, has_more_behind
 from paceline._dp.transfers import is_native
 
 if TYPE_CHECKING:
@@ -43,33 +43,6 @@ _SUMMED = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     + (torch.complex64, torch.complex128)
 )
-
-
-class Entries(NamedTuple):
-    """A model's parameters and buffers at one moment.
-
-    A call in another thread may put other ones into the model at any time.
-
-    Attributes
-    ----------
-    dicts : list of dict
-        Part by part its parameters, then its buffers.
-    ids : list of int
-        The ``id`` of each entry, in this order.
-    """
-
-    dicts: list[dict[str, Any]]
-    ids: list[int]
-
-    @classmethod
-    def of(cls, parts: Sequence[Module]) -> Entries:
-        """Return the present ones."""
-        dicts = [dict(of) for part in parts for of in (part._parameters, part._buffers)]
-        return cls(dicts, [id(tensor) for of in dicts for tensor in of.values()])
-
-    def tensors(self) -> dict[int, torch.Tensor]:
-        """Return the tensors, each once, by their ids."""
-        return {id(t): t for of in self.dicts for t in of.values() if t is not None}
 
 
 def can_travel(tensor: torch.Tensor) -> bool:
@@ -291,9 +264,9 @@ class Layout:
         travelling: list[tuple[torch.Tensor, bool]] = []
         self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
         sparse = {id(of._parameters.get("weight")) for of in self._tables if of.sparse}
-        parameters = {id(p) for of in entries.dicts[::2] for p in of.values()}
+        parameters = {id(p) for of in entries.dicts()[::2] for p in of.values()}
         summed = parameters - sparse
-        for key, tensor in entries.tensors().items():
+        for key, tensor in entries.by_id().items():
             is_summed = tensor.dtype in _SUMMED and key in summed
             if can_travel(tensor) and (is_summed or not tensor.requires_grad):
                 travelling.append((tensor, key in parameters))
@@ -307,7 +280,7 @@ class Layout:
             if len(segment.tensors) == 1:  # a block of exactly its size
                 segment.n_elems = segment.tensors[0].numel()
         placed = [tensor for segment in self.segments for tensor in segment.tensors]
-        self._ids, self.tensors = entries.ids, placed + self.others
+        self._ids, self.tensors = entries.ids(), placed + self.others
         self.is_kept = all(tensor.is_leaf for tensor in self.tensors)
         self._forms = self._forms_now()
 
@@ -347,19 +320,22 @@ class Layout:
 
         A buffer that a forward has replaced takes the place of the old one.
         """
-        if self._ids != entries.ids and not self._take_buffers(entries):
+        if self._ids != entries.ids() and not self._take_buffers(entries):
             return False
         return self._forms == self._forms_now()
 
     def _take_buffers(self, entries: Entries) -> bool:
         """Put buffers in the places of old ones; tell whether nothing else differs."""
-        ids = entries.ids
+        ids = entries.ids()
         if len(self._ids) != len(ids):
             return False
         pairs = set(zip(self._ids, ids, strict=True))
         changed = {before: now for before, now in pairs if before != now}
         buffers = {
-            id(b): b for of in entries.dicts[1::2] for b in of.values() if b is not None
+            id(b): b
+            for of in entries.dicts()[1::2]
+            for b in of.values()
+            if b is not None
         }
         segments = [segment for segment in self.segments if not segment.is_parameter]
         places = {id(tensor) for segment in segments for tensor in segment.tensors}

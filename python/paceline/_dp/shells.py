@@ -31,8 +31,7 @@ from torch.nn import Module
 from paceline import _native
 from paceline._compat import torch_core
 from paceline._dp import replicate
-from paceline._dp.replicate import Bring
-from paceline._dp.segments import Entries
+from paceline._dp.replicate import Bring, Entries
 
 _TENSORS = ("_parameters", "_buffers")
 _ANY = object()
@@ -151,7 +150,7 @@ class _Plan:
         self.tensors: list[tuple[int, str, str, int]] = []
         self._kinds = list(map(type, parts))
         self._children = _Dicts(part._modules for part in parts)
-        self._names = [dict.fromkeys(of, _ANY) for of in entries.dicts]
+        self._names = entries.sizes, entries.names
         self._ids: list[int] = []
         self._ids_by_place: list[int] = []
         self._sorted = [_Sorted(part.__dict__) for part in parts]
@@ -164,7 +163,7 @@ class _Plan:
             and all(map(operator.is_, parts, self.parts))
             and list(map(type, parts)) == self._kinds
             and not self._children.differing()
-            and not _native.differing(entries.dicts, self._names, _ANY)
+            and (entries.sizes, entries.names) == self._names
         )
 
     def changed(self) -> list[int]:
@@ -192,6 +191,8 @@ class _Plan:
 
     def hooks(self) -> list[tuple[int, str, dict[Any, Any]]]:
         """Return the registered hooks of forward and backward, by part."""
+        if not any(self._hooks):
+            return []
         held = enumerate(self.attributes.dicts)
         return [
             (i, at, of[at]) for i, of in held for at in replicate.HOOKS if of.get(at)
@@ -208,20 +209,21 @@ class _Plan:
         self.live = [(i, name) for i, of in parts for name in of.live]
         self._watched = [(i, value) for i, of in parts for value in of.watched]
         self._leads_to_part = any(of.leads_to_part for of in self._sorted)
+        self._hooks = replicate.hook_dicts(self.attributes.dicts)
 
     def locate(self, entries: Entries, tensors: Sequence[torch.Tensor]) -> None:
         """Note the place of each tensor."""
-        ids = list(map(id, tensors))
-        if (ids, entries.ids) == (self._ids, self._ids_by_place):
+        ids, ids_by_place = list(map(id, tensors)), entries.ids()
+        if (ids, ids_by_place) == (self._ids, self._ids_by_place):
             return
         number = {key: n for n, key in enumerate(ids)}
         self.tensors = [
             (i // 2, _TENSORS[i % 2], name, number[id(tensor)])
-            for i, of in enumerate(entries.dicts)
+            for i, of in enumerate(entries.dicts())
             for name, tensor in of.items()
             if tensor is not None
         ]
-        self._ids, self._ids_by_place = ids, entries.ids  # last, in case of Ctrl-C
+        self._ids, self._ids_by_place = ids, ids_by_place  # last, in case of Ctrl-C
 
     def copies(self, shells: list[Module], flat: Sequence[Any]) -> dict[int, Any]:
         """Return a replica's tensors and parts, by the ids of the originals."""
@@ -275,12 +277,13 @@ class _Member:
         self, entries: Entries, copies: dict[int, Any], bring: Bring
     ) -> None:
         """Make the dictionaries of stale parts again."""
+        dicts = entries.dicts()
         for i in self.stale:
             part, shell = self._plan.parts[i], self.shells[i]
             held = shell.__dict__
             held.clear()
             held.update(part.__dict__)
-            own = entries.dicts[2 * i : 2 * i + 2]
+            own = dicts[2 * i : 2 * i + 2]
             replicate.fill(part, shell, own, copies, bring)
         held_by = [shell.__dict__ for shell in self.shells]
         self._held = _Dicts(held_by)
@@ -289,8 +292,7 @@ class _Member:
         self._children = _Dicts(held["_modules"] for held in held_by)
         self._places = _Dicts(held[kind] for held in held_by for kind in _TENSORS)
         self._places.expected = list(map(dict.fromkeys, self._places.dicts))
-        hooks = (held.get(name) for held in held_by for name in replicate.HOOKS)
-        self._hooks = [each for each in hooks if each is not None]
+        self._hooks = replicate.hook_dicts(held_by)
         self._counts = ()
         self.stale = set()  # last, in case of Ctrl-C
 

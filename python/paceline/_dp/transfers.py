@@ -85,8 +85,6 @@ def _copied(
 def _copied_by_torch(
     streams: Streams, member: int, tensor: torch.Tensor
 ) -> torch.Tensor:
-    if streams.group.is_cpu:
-        return tensor.clone()
     return tensor.to(streams.group.devices[member], non_blocking=True, copy=True)
 
 
@@ -126,13 +124,15 @@ def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list
     tensors : sequence of torch.Tensor or None
         Tensors of the source member.
     """
+    if streams.group.is_cpu:
+        return [None if tensor is None else tensor.clone() for tensor in tensors]
     moved = list(tensors)
     is_recorded, by_torch = torch.is_grad_enabled(), is_by_torch()
     together = []
     for i, tensor in enumerate(tensors):
         if tensor is None:
             continue
-        if by_torch or streams.group.is_cpu or torch_graph.is_batched(tensor):
+        if by_torch or torch_graph.is_batched(tensor):
             moved[i] = _copied_by_torch(streams, way[1], tensor)
         elif is_recorded and tensor.requires_grad:
             moved[i] = _Copy.apply(streams, way, tensor)  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ def as_new():
         made = original(self, parts, entries, tensors, flat, bring)
         for root, own, way in zip(made or (), flat, bring, strict=False):
             copies = dict(zip(map(id, tensors), own, strict=True))
-            anew = replicate.replica_of(parts, entries.dicts, copies, way)
+            anew = replicate.replica_of(parts, entries.dicts(), copies, way)
             compare(root, anew)
             compared.append(type(root))
         return made
