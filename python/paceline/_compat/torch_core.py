@@ -381,7 +381,8 @@ def count_holders(storages: Iterable[int]) -> int:
 def uncompiled(function: _Function) -> _Function:
     """Have dynamo compile neither a function nor what it calls.
 
-    Dynamo is costly to import, so this asks it only once the program has imported it.
+    Dynamo is costly to import, so this asks it only once the program has imported it;
+    what it returns is costly to call, so this does so only if the program compiles.
     """
     disabled: Callable[..., Any] | None = None
 
@@ -393,7 +394,9 @@ def uncompiled(function: _Function) -> _Function:
             if disable is None:
                 return function(*args, **options)
             disabled = disable(function)
-        return disabled(*args, **options)
+        if torch.compiler.is_dynamo_compiling() or is_compile_used():
+            return disabled(*args, **options)
+        return function(*args, **options)
 
     skip_frames(call)
     return cast("_Function", call)

@@ -294,15 +294,19 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
 
     def _engine_for(self, device_ids: Sequence[Any]) -> Engine:
         """Return the wrapper's engine, or a new one if these are other devices."""
-        indices, wanted = _indices(self, self.device_ids), _indices(self, device_ids)
-        with _starting:  # one engine, even if several threads need it
-            engine = self._engine
-            if engine is None or engine.indices != indices:
-                check_lazy(parts_of(self.module))
-                engine = self._engine = Engine(indices, is_cpu=not self._are_gpus)
-        if wanted == indices[: len(wanted)]:
+        own, engine, n = list(self.device_ids), self._engine, len(device_ids)
+        if engine is None or engine.device_ids != own:
+            with _starting:  # one engine, even if several threads need it
+                engine = self._engine
+                if engine is None or engine.device_ids != own:
+                    check_lazy(parts_of(self.module))
+                    engine = self._engine = Engine(own, is_cpu=not self._are_gpus)
+        if list(device_ids) == own[:n]:
             return engine
-        return Engine(wanted, is_cpu=not self._are_gpus)
+        others = [0] * n if engine.is_cpu else devices_.read(device_ids, None).ids
+        if others == engine.indices[:n]:
+            return engine
+        return Engine(others, is_cpu=engine.is_cpu)
 
     def _call_plainly(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         has_own_scatter = (
@@ -448,14 +452,6 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
         ours = ("device_ids", "dim", "output_device", "src_device_obj")
         kept = {name: state[name] for name in state if name not in ours}
         super().__setstate__(kept)  # type: ignore[no-untyped-call]
-
-
-def _indices(self: DataParallel[Any], device_ids: Sequence[Any]) -> list[int]:
-    """Return the numbers of GPUs; zeros for the CPU."""
-    if not self._are_gpus:
-        return [0] * len(device_ids)
-    is_own = list(device_ids) == self.device_ids[: len(device_ids)]
-    return list(device_ids) if is_own else devices_.read(device_ids, None).ids
 
 
 def _checked(

@@ -79,14 +79,15 @@ class Engine:
 
     Parameters
     ----------
-    indices : sequence of int
-        The GPU of each replica; zeros for the CPU.
+    device_ids : sequence
+        The number of each replica's GPU; for the CPU, anything.
     is_cpu : bool
         Replicas are on the CPU.
     """
 
-    def __init__(self, indices: Sequence[int], *, is_cpu: bool) -> None:
-        self.indices = list(indices)
+    def __init__(self, device_ids: Sequence[Any], *, is_cpu: bool) -> None:
+        self.device_ids = list(device_ids)
+        self.indices = [0] * len(device_ids) if is_cpu else self.device_ids
         self.is_cpu = is_cpu
         self._machine: Any = HOST if is_cpu else _gpu.machine
         self._process = os.getpid()
@@ -139,9 +140,11 @@ class Engine:
 
     @property
     def _kept(self) -> _Kept:
-        if self.is_cpu and not hasattr(self._here, "kept"):
-            self._here.kept = _Kept()
-        kept: _Kept = getattr(self._here, "kept", self._all_kept[0])
+        kept: _Kept | None = getattr(self._here, "kept", None)
+        if kept is None:
+            kept = _Kept() if self.is_cpu else self._all_kept[0]
+            if self.is_cpu:
+                self._here.kept = kept
         return kept
 
     @property

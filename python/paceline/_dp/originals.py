@@ -7,14 +7,13 @@ attribute; it holds the replica's parts while that replica runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from paceline import _native
-from paceline._dp.replicate import Entries, parts_of
+from paceline._dp.replicate import Entries, name_of, parts_of
 
 Lists = list[tuple[type, str, list[Any]]]
 """Lists of classes that hold parts: class, name and list."""
@@ -25,22 +24,22 @@ class Originals:
 
     def __init__(self, parts: list[Module]) -> None:
         self._parts = parts
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._tensors: list[torch.Tensor | None] = []
         self._versions: dict[int, int] = {}
         self._attributes: list[dict[str, Any]] = []
 
     def look(self) -> None:
         """Note their present state."""
-        self._tensors = Entries.of(self._parts).by_id()
+        self._tensors = Entries.of(self._parts).values
         self._versions = _versions(self._tensors)
         self._attributes = [part.__dict__.copy() for part in self._parts]
 
     def check(self, k: int) -> None:
         """Raise if replica `k` changed them."""
-        versions = _versions(Entries.of(self._parts).by_id())
+        versions = _versions(Entries.of(self._parts).values)
         if versions != self._versions:
             written = dict(versions.items() - self._versions.items())
-            name = _name_of(self._parts[0], written)
+            name = name_of(self._parts[0], written)
         else:
             now, before = [p.__dict__ for p in self._parts], self._attributes
             for i in _native.differing(now, before, self):
@@ -66,23 +65,13 @@ def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
         return False
 
 
-def _name_of(module: Module, keys: Collection[int]) -> str:
-    """Return the name of one of these tensors in a module, and its part's class."""
-    for prefix, part in module.named_modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if id(tensor) in keys:
-                    path = f"{prefix}.{name}" if prefix else name
-                    return f"'{path}' (of a {type(part).__name__})"
-    return "a buffer, which it removed,"
-
-
-def _versions(tensors: dict[int, torch.Tensor]) -> dict[int, int]:
+def _versions(tensors: list[torch.Tensor | None]) -> dict[int, int]:
     """Return the version of each tensor; inference tensors have none, so return 0."""
     try:
-        return {key: t._version for key, t in tensors.items()}
+        return {id(t): t._version for t in tensors if t is not None}
     except RuntimeError:
-        return {k: 0 if t.is_inference() else t._version for k, t in tensors.items()}
+        held = (t for t in tensors if t is not None)
+        return {id(t): 0 if t.is_inference() else t._version for t in held}
 
 
 # ---- lists of classes ---------------------------------------------------------------

@@ -18,7 +18,7 @@ import operator
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -211,6 +211,17 @@ def check_lazy(parts: Iterable[Module]) -> None:
                 )
 
 
+def name_of(module: Module, keys: Collection[int]) -> str:
+    """Return the name of one of these tensors in a module, and its part's class."""
+    for prefix, part in module.named_modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if id(tensor) in keys:
+                    path = f"{prefix}.{name}" if prefix else name
+                    return f"'{path}' (of a {type(part).__name__})"
+    return "a tensor, which it removed,"
+
+
 class Trained:
     """The parameters of replicas before a forward, to find those that it makes.
 
@@ -242,8 +253,8 @@ class Trained:
         if p is not None:
             raise RuntimeError(
                 "a forward of DataParallel has registered a hook on the parameter "
-                f"{_name_of(p, self._parts[0])} in each replica: register it before "
-                "the forward, to get the gradient of the whole batch"
+                f"{name_of(self._parts[0][0], [id(p)])} in each replica: register it "
+                "before the forward, to get the gradient of the whole batch"
             )
 
     def _check_new(self, k: int, output: Any) -> None:
@@ -271,14 +282,6 @@ class Trained:
 def _held_by_each(parts: list[Module]) -> Entries:
     """Return the parameters of each part, and its children."""
     return Entries.of(parts, "_parameters", "_modules")
-
-
-def _name_of(parameter: torch.Tensor, parts: list[Module]) -> str:
-    for part in parts:
-        for name, p in part._parameters.items():
-            if p is parameter:
-                return f"'{name}' of {type(part).__name__}"
-    return "that it has removed"
 
 
 def _refuse(where: str, grad: torch.Tensor | None) -> None:

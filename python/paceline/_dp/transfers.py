@@ -75,17 +75,11 @@ def _copied(
             copy = torch.empty_like(blocks[-1], device=device)
             places.append(copy)
         else:
-            copy = _copied_by_torch(streams, way[1], copy)
+            copy = copy.to(device, non_blocking=True, copy=True)
         copies.append(copy)
     if blocks:
         _copy_all(streams, way, blocks, places)
     return copies
-
-
-def _copied_by_torch(
-    streams: Streams, member: int, tensor: torch.Tensor
-) -> torch.Tensor:
-    return tensor.to(streams.group.devices[member], non_blocking=True, copy=True)
 
 
 def _copy_all(
@@ -126,14 +120,14 @@ def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list
     """
     if streams.group.is_cpu:
         return [None if tensor is None else tensor.clone() for tensor in tensors]
-    moved = list(tensors)
+    moved, device = list(tensors), streams.group.devices[way[1]]
     is_recorded, by_torch = torch.is_grad_enabled(), is_by_torch()
     together = []
     for i, tensor in enumerate(tensors):
         if tensor is None:
             continue
         if by_torch or torch_graph.is_batched(tensor):
-            moved[i] = _copied_by_torch(streams, way[1], tensor)
+            moved[i] = tensor.to(device, non_blocking=True, copy=True)
         elif is_recorded and tensor.requires_grad:
             moved[i] = _Copy.apply(streams, way, tensor)  # type: ignore[no-untyped-call]
         else:
