@@ -5,14 +5,15 @@
 
 Needs valgrind with its headers and a C compiler.  Rank 0 runs under callgrind, rank 1
 beside it; since rank 0 is the slower one by far, it never waits.  Each figure is the
-median of some steps on the main thread, less that of the plain module.  The counts vary
-by some 0.2 %, mostly by what malloc tidies up; times would vary with the load.
+median of some steps on the main thread, less that of the plain module.  What malloc and
+free need is left out if they have debug symbols: they tidy up at times, for all.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import re
 import shutil
@@ -66,6 +67,7 @@ def train(model: nn.Module, x: Tensor, name: str, dump: Callable[[str], None]) -
 
 def work(helper: str | None) -> None:
     """Run all models, as one rank."""
+    gc.disable()  # it would run in some steps alone
     torch.set_num_threads(1)
     torch.manual_seed(0)
     distributed.init_process_group("gloo")
@@ -84,9 +86,10 @@ def work(helper: str | None) -> None:
         x = torch.randn(4)
         train(ManySmall(n), x, f"plain {n}", dump)
         train(paceline.DistributedDataParallel(ManySmall(n)), x, f"ddp {n}", dump)
+    x = torch.randn(4, 8)
+    train(paceline.DistributedDataParallel(layers(1)), x, "ddp layers 1", dump)
     if helper is not None:
         for n in (1, 20):
-            x = torch.randn(4, 8)
             train(layers(n), x, f"plain layers {n}", dump)
             replicas = paceline.DataParallel(layers(n), device_ids=["cpu"] * 2)
             train(replicas, x, f"dp {n}", dump)
@@ -129,15 +132,30 @@ def run(folder: Path) -> None:
         sys.exit("a rank failed: see above")
 
 
+def instructions(profile: str) -> int:
+    """Return the sum of a profile's lines, without malloc's."""
+    total, is_malloc, is_call = 0, False, False
+    names: dict[str, str] = {}
+    for line in profile.splitlines():
+        if match := re.match(r"f[lie]=(\(\d+\)) ?(.*)", line):
+            number, name = match.groups()
+            is_malloc = "malloc" in names.setdefault(number, name)
+        elif line.startswith("calls="):
+            is_call = True  # the next line is the cost of what it calls
+        elif match := re.match(r"[+*\d-]\S* (\d+)$", line):
+            total += 0 if is_malloc or is_call else int(match[1])
+            is_call = False
+    return total
+
+
 def read(folder: Path) -> dict[str, float]:
     """Return the median count of each part."""
     counts = defaultdict(list)
     for path in folder.glob("out.*-01"):  # the main thread's: backward runs there
         text = path.read_text()
         name = re.search(r"^desc: Trigger: Client Request: (.*)$", text, re.M)
-        total = re.search(r"^(?:summary|totals): (\d+)", text, re.M)
-        if name is not None and total is not None:
-            counts[name[1]].append(int(total[1]))
+        if name is not None:
+            counts[name[1]].append(instructions(text))
     return {name: statistics.median(all_of) for name, all_of in counts.items()}
 
 
@@ -147,17 +165,15 @@ def table(count: dict[str, float]) -> str:
     def added(wrapped: str, plain: str, part: str) -> float:
         return count[f"{wrapped}:{part}"] - count[f"{plain}:{part}"]
 
-    def per_parameter(part: str) -> tuple[float, float]:
+    def per_parameter(part: str) -> float:
         few, many = (added(f"ddp {n}", f"plain {n}", part) for n in (FEW, MANY))
-        each = (many - few) / (MANY - FEW)
-        return few - FEW * each, each
+        return (many - few) / (MANY - FEW)
 
-    fixed, in_forward = per_parameter("forward")
-    rows = {
-        "`DistributedDataParallel`: a forward": fixed,
-        "a parameter in a forward": in_forward,
-        "a parameter in a backward": per_parameter("backward")[1],
-    }
+    rows = {}
+    for part in ("forward", "backward"):
+        one = added("ddp layers 1", "plain layers 1", part)
+        rows[f"`DistributedDataParallel` of 1 layer: a {part}"] = one
+        rows[f"each further parameter in a {part}"] = per_parameter(part)
     for part in ("forward", "backward"):
         one, more = (added(f"dp {n}", f"plain layers {n}", part) for n in (1, 20))
         rows[f"`DataParallel`, 2 replicas of 1 layer: a {part}"] = one

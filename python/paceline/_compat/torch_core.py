@@ -324,15 +324,12 @@ def tensors_with_graph(value: Any) -> list[torch.Tensor]:
     return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
-def hook_outputs(value: Any, hook: Callable[[torch.Tensor], object]) -> bool:
+def hook_outputs(value: Any, hook: Callable[[Any], object]) -> bool:
     """Have backward call a hook at the outputs in ``value``; tell whether it has any.
 
     An output is a tensor that was computed in a graph, and so no leaf.
     """
-    outputs = [t for t in tensors_with_graph(value) if t.grad_fn is not None]
-    for output in outputs:
-        output.register_hook(hook)  # type: ignore[no-untyped-call]
-    return bool(outputs)
+    return torch_graph.call_in_backward(tensors_with_graph(value), {0: hook})
 
 
 def has_accelerator() -> bool:

@@ -53,18 +53,32 @@ def set_turn(node: Any, turn: int) -> None:
     node._set_sequence_nr(turn)
 
 
-def call_with_gradients(
-    tensors: Sequence[torch.Tensor], hooks: dict[int, Callable[[torch.Tensor], None]]
-) -> None:
-    """Have backwards call these hooks with the gradient of each tensor in a graph.
+# Made now, so that modes which watch operations see no new tensor later.  A thread has
+# one for itself while it is out of the list.
+_holders: list[Any] = [torch.empty(0, device="cpu") for _ in range(8)]
 
-    Tensors share the dict; a hook of each would cost a handle each.
+
+def call_in_backward(
+    tensors: Sequence[torch.Tensor], hooks: dict[int, Callable[[Any], object]]
+) -> bool:
+    """Have backwards call these hooks at each tensor in a graph; tell if there are any.
+
+    Tensors share the dict, and have no hooks of their own: a handle each would cost
+    microseconds, and torch would warn of hooks whenever such a tensor is pickled.  The
+    argument of a hook is a gradient of the node, perhaps another one's, or None.
     """
-    holder: Any = torch.empty(0)
-    holder._backward_hooks = hooks
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            tensor.grad_fn._register_hook_dict(holder)
+    nodes = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
+    if nodes:
+        try:
+            holder = _holders.pop()
+        except IndexError:  # many threads at once
+            holder = torch.empty(0)
+        holder._backward_hooks = hooks
+        for node in nodes:
+            node._register_hook_dict(holder)
+        holder._backward_hooks = None
+        _holders.append(holder)
+    return bool(nodes)
 
 
 def is_functional_call(module: torch.nn.Module) -> bool:

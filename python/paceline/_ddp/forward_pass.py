@@ -6,8 +6,6 @@ import traceback
 import weakref
 from typing import Any
 
-import torch
-
 from paceline import _native
 from paceline._compat import torch_core
 from paceline._ddp.autograd_contexts import watch_contexts
@@ -52,7 +50,7 @@ class ForwardPass:
         if session is not None:
             session.world.note_exception(traceback.format_exc())
 
-    def __call__(self, gradient: torch.Tensor) -> None:
+    def __call__(self, _: Any) -> None:
         reducer, session = self._reducer, self._session()
         if self._on_backward is None and session is not None:
             # RPC may have been initialised since the forward.

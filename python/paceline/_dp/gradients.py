@@ -367,7 +367,7 @@ class InnerBackwards:
         self._tasks: set[int] = set()
         self._has_grads = False
         self.were_seen = False
-        self.hooks: dict[int, Callable[[torch.Tensor], None]] = {0: self.see}
+        self.hooks: dict[int, Callable[[Any], object]] = {0: self.see}
 
     def __enter__(self) -> None:
         """Note that a replica's forward begins."""

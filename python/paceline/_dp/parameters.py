@@ -104,7 +104,7 @@ class ModelCopies:
                 self._layout = None
         for k, own in enumerate(of_replicas, 1):
             copies = _moved(streams, moved, k)
-            torch_graph.call_with_gradients(copies, self.inner_backwards.hooks)
+            torch_graph.call_in_backward(copies, self.inner_backwards.hooks)
             self._leaves.append((k, moved, copies))
             own += copies
         return tensors, of_replicas
