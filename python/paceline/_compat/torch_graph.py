@@ -53,8 +53,8 @@ def set_turn(node: Any, turn: int) -> None:
     node._set_sequence_nr(turn)
 
 
-# Made now, so that modes which watch operations see no new tensor later.  A thread has
-# one for itself while it is out of the list.
+# Made now, so that modes which watch operations see no new tensor later.  While one is
+# out of the list, a single thread uses it.
 _holders: list[Any] = [torch.empty(0, device="cpu") for _ in range(8)]
 
 
@@ -63,9 +63,9 @@ def call_in_backward(
 ) -> bool:
     """Have backwards call these hooks at each tensor in a graph; tell if there are any.
 
-    Tensors share the dict, and have no hooks of their own: a handle each would cost
-    microseconds, and torch would warn of hooks whenever such a tensor is pickled.  The
-    argument of a hook is a gradient of the node, perhaps another one's, or None.
+    Tensors share the dict.  A hook of each tensor would cost a handle, and torch would
+    warn whenever the tensor is pickled.  A hook's argument means nothing: it is the
+    gradient of any output of the node, or None.
     """
     nodes = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
     if nodes:
