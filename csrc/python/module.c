@@ -212,11 +212,12 @@ static PyObject *differing(PyObject *module, PyObject *args)
     return found;
 }
 
-/* Appends a dictionary's size, names and values; a script's only looks like one. */
+/* Appends a dictionary's size, names and values, in the order that Python sees: an
+ * OrderedDict has its own, and a script's only looks like a dictionary. */
 static int append_items(PyObject *held, PyObject *sizes, PyObject *names,
                         PyObject *values)
 {
-    PyObject *dict = PyDict_Check(held) ? Py_NewRef(held) : PyDict_New();
+    PyObject *dict = PyDict_CheckExact(held) ? Py_NewRef(held) : PyDict_New();
     PyObject *size = NULL, *name, *value;
     Py_ssize_t at = 0;
     int status = dict == NULL ? -1 : dict != held ? PyDict_Update(dict, held) : 0;

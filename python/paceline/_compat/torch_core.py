@@ -487,6 +487,7 @@ def _set_strategy(native: Any, strategy: Any, code: types.CodeType) -> None:
 skip_frames(
     is_compiled_autograd,
     is_in_backward,
+    is_compile_used,
     _has_eval_frame_callback,
     increment_version,
     after_node,

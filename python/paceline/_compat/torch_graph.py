@@ -72,12 +72,14 @@ def call_in_backward(
         try:
             holder = _holders.pop()
         except IndexError:  # many threads at once
-            holder = torch.empty(0)
-        holder._backward_hooks = hooks
-        for node in nodes:
-            node._register_hook_dict(holder)
-        holder._backward_hooks = None
-        _holders.append(holder)
+            holder = torch.empty(0, device="cpu")
+        try:
+            holder._backward_hooks = hooks
+            for node in nodes:
+                node._register_hook_dict(holder)
+        finally:
+            holder._backward_hooks = None
+            _holders.append(holder)
     return bool(nodes)
 
 

@@ -493,6 +493,5 @@ torch_core.skip_frames(
     TorchSurface._post_forward,
     TorchSurface.will_sync_module_buffers,
     torch_core.is_profiling,
-    torch_core.is_compile_used,
     torch_core.exchange_active_ddp,
 )

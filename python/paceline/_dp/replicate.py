@@ -219,7 +219,7 @@ def name_of(module: Module, keys: Collection[int]) -> str:
                 if id(tensor) in keys:
                     path = f"{prefix}.{name}" if prefix else name
                     return f"'{path}' (of a {type(part).__name__})"
-    return "a tensor, which it removed,"
+    return "a removed tensor"
 
 
 class Trained:
@@ -252,7 +252,7 @@ class Trained:
         p = next(itertools.compress(self._trained, more), None)
         if p is not None:
             raise RuntimeError(
-                "a forward of DataParallel has registered a hook on the parameter "
+                "a forward of DataParallel has registered a hook on "
                 f"{name_of(self._parts[0][0], [id(p)])} in each replica: register it "
                 "before the forward, to get the gradient of the whole batch"
             )

@@ -4,13 +4,14 @@ Changes that fit on a line are in `drawn_features.py`.
 """
 
 import functools
+from collections import OrderedDict
 
 import torch
-from replicas import bare, grow, integers, linear, net
+from replicas import F64, bare, grow, integers, linear, net
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from programs import trains, uses
+from programs import THREE, trains, uses
 
 
 @uses(net, [torch.float32, torch.float16, torch.bfloat16])
@@ -105,4 +106,39 @@ trains(
     normalize,
     lambda m: nn.utils.remove_spectral_norm(m[2]),
     exact=False,
+)
+
+
+class Ordered(nn.Module):
+    """Uses its parameters, and its buffers, in the order of their dictionaries."""
+
+    def __init__(self):
+        super().__init__()
+        self._parameters = OrderedDict(self._parameters)
+        self._buffers = OrderedDict(self._buffers)
+        for name, by in {"a": 2, "b": 3}.items():
+            setattr(self, name, nn.Parameter(integers(3, 3) * by))
+            self.register_buffer(f"of_{name}", torch.full((3,), float(by), **F64))
+
+    def forward(self, x):
+        for p, b in zip(self.parameters(), self.buffers(), strict=True):
+            x = torch.relu(x @ p) + b
+        return x
+
+
+def to_the_end(of):
+    def move(model):
+        entries = getattr(bare(model), of)
+        entries.move_to_end(next(iter(entries)))
+
+    return move
+
+
+trains(
+    {"tensors_have_an_order_of_their_own": Ordered},
+    to_the_end("_parameters"),
+    to_the_end("_buffers"),
+    to_the_end("_parameters"),
+    in_parts=True,
+    on=THREE,
 )
