@@ -220,15 +220,14 @@ static int append_items(PyObject *held, PyObject *sizes, PyObject *names,
     PyObject *dict = PyDict_CheckExact(held) ? Py_NewRef(held) : PyDict_New();
     PyObject *size = NULL, *name, *value;
     Py_ssize_t at = 0;
-    int status = dict == NULL ? -1 : dict != held ? PyDict_Update(dict, held) : 0;
-    if (status == 0 && (size = PyLong_FromSsize_t(PyDict_GET_SIZE(dict))) == NULL)
-        status = -1;
-    status = status != 0 ? -1 : PyList_Append(sizes, size);
-    while (status == 0 && PyDict_Next(dict, &at, &name, &value))
-        status = PyList_Append(names, name) != 0 ? -1 : PyList_Append(values, value);
+    int failed = dict == NULL || (dict != held && PyDict_Update(dict, held) != 0) ||
+                 (size = PyLong_FromSsize_t(PyDict_GET_SIZE(dict))) == NULL ||
+                 PyList_Append(sizes, size) != 0;
+    while (!failed && PyDict_Next(dict, &at, &name, &value))
+        failed = PyList_Append(names, name) != 0 || PyList_Append(values, value) != 0;
     Py_XDECREF(size);
     Py_XDECREF(dict);
-    return status;
+    return failed ? -1 : 0;
 }
 
 static PyObject *items(PyObject *module, PyObject *args)

@@ -141,11 +141,9 @@ class Engine:
     @property
     def _kept(self) -> _Kept:
         kept: _Kept | None = getattr(self._here, "kept", None)
-        if kept is None:
-            kept = _Kept() if self.is_cpu else self._all_kept[0]
-            if self.is_cpu:
-                self._here.kept = kept
-        return kept
+        if kept is None and self.is_cpu:
+            kept = self._here.kept = _Kept()
+        return kept or self._all_kept[0]
 
     @property
     def group(self) -> Group:
