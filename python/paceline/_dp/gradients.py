@@ -95,10 +95,15 @@ class Arrival:
                 self.segment.sums.append(self.sum)
             self._users.discard(user)
 
-    def beside(self, part: Part) -> dict[int, dict[int, torch.Tensor]]:
-        """Return, by member, those of a part's gradients that the sum does not have."""
+    def beside(
+        self, part: Part, *, is_begun: bool
+    ) -> dict[int, dict[int, torch.Tensor]]:
+        """Return, by member, those of a part's gradients that the sum does not have.
+
+        Another thread may begin the sum now, so the caller says whether it counts.
+        """
         given = [*self.asides.items()]
-        if not self.is_begun:
+        if not is_begun:
             used, view = self.used.intersection(part.places), self.segment.view
             blocks = self.blocks.items()
             views = [(k, {j: view(block, j) for j in used}) for k, block in blocks]
@@ -261,7 +266,8 @@ class Gradients:
             self._begin(arrival)  # autograd did not announce it
         sums: dict[int, Any] = dict.fromkeys(part.places)
         with self._lock:
-            is_begun, beside = arrival.is_begun, arrival.beside(part)
+            is_begun = arrival.is_begun
+            beside = arrival.beside(part, is_begun=is_begun)
         if is_begun:
             arrival.sum.end(self.streams.numbers[0])
             for j in arrival.used.intersection(part.places):

@@ -1,12 +1,13 @@
 """Gradients are added up while backward runs, on device threads kept in step."""
 
 import threading
+import time
 
 import paceline
 import pytest
 import torch
 from paceline._compat import torch_graph
-from paceline._dp import segments
+from paceline._dp import gradients, segments
 from paceline._dp.gradients import Arrival, Gradients
 from replicas import assert_same_grads, integers, linear, loss_of, moved, reals
 from support import fake_gpus
@@ -94,9 +95,9 @@ def grads_of_hooked(dtype):
     barriers = [threading.Barrier(4) for _ in range(DEPTH)]
     begun, beside = [], Arrival.beside
 
-    def noted(self, part):
-        begun.append(self.is_begun)
-        return beside(self, part)
+    def noted(self, part, *, is_begun):
+        begun.append(is_begun)
+        return beside(self, part, is_begun=is_begun)
 
     with fake_gpus.several(4), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Arrival, "beside", noted)
@@ -170,3 +171,47 @@ def test_streams_wait_for_each_sum_of_two_forwards_in_one_backward():
         assert native.log.count("new") <= 2
         assert_same_grads(ours, plain)
         del ours, group, native
+
+
+class Late(Arrival):
+    """Another thread begins the sum right after this one has asked whether it did."""
+
+    @property
+    def is_begun(self):
+        found = self._begun.is_set()
+        if not found and len(self.blocks) == self.n_rows:
+            self._begun.wait(10)
+        return found
+
+    @is_begun.setter
+    def is_begun(self, value):
+        self.__dict__.setdefault("_begun", threading.Event())
+        if value:
+            self._begun.set()
+
+
+def test_a_sum_may_begin_while_a_parameter_with_a_hook_is_collected(monkeypatch):
+    monkeypatch.setattr(gradients, "Arrival", Late)
+    begin, set_turn = Gradients._begin, torch_graph.set_turn
+    monkeypatch.setattr(torch_graph, "set_turn", lambda n, _: set_turn(n, 1 << 62))
+
+    def later(self, arrival):
+        time.sleep(0.1)
+        begin(self, arrival)
+
+    monkeypatch.setattr(Gradients, "_begin", later)
+    x = integers(7, 3)
+    with fake_gpus.several(3):
+        plain, net = linear(), moved(linear(), "gpu:0")
+        ours = paceline.DataParallel(net, [0, 1, 2])
+        theirs, mine = [], []
+        for seen, model in (theirs, plain), (mine, net):
+            for p in model.parameters():
+                p.register_hook(lambda grad, seen=seen: seen.append(grad.cpu()))
+        for _ in range(6):
+            loss_of(plain(x)).backward()
+            loss_of(ours(x.to("gpu:0"))).backward()
+        del net, ours
+    assert len(mine) == len(theirs) == 12
+    mine, theirs = (sorted(grads, key=torch.Tensor.dim) for grads in (mine, theirs))
+    assert all(map(torch.equal, mine, theirs))
