@@ -47,8 +47,18 @@ static inline void pli_leave(PyCriticalSection *section)
     __attribute__((cleanup(pli_leave))) PyCriticalSection entered_section;             \
     PyCriticalSection_Begin(&entered_section, pli_module_of((PyObject *)(object)))
 
+/* To be called in a loop that waits for the dealloc of an object, each time with the
+ * next `n`.  What a thread has made and another has let go stays until the first one
+ * runs Python again, or until a collection; a thread of autograd may sleep for long. */
+static inline void pli_free_dropped(int n)
+{
+    if (n % 16 == 4)
+        PyGC_Collect();
+}
+
 #else
 #define PLI_ENTER(object) (void)(object)
+#define pli_free_dropped(n) (void)(n)
 #endif
 
 #endif

@@ -338,8 +338,7 @@ def _let_go(loaded: ctypes.CDLL) -> None:
     """
     _gpu._opened.clear()
     _gpu.tried.clear()
-    if loaded.fake_live_objects() > 0:
-        gc.collect()
+    _collect(loaded)
     if loaded.fake_live_objects() > 0:
         for thing in gc.get_objects():
             if type(thing) is Group:
@@ -349,7 +348,21 @@ def _let_go(loaded: ctypes.CDLL) -> None:
                 thing._backwards.clear()
             elif type(thing) is segments.Segment:
                 thing.sums.clear()
+        del thing
+        _collect(loaded)
     assert loaded.fake_live_objects() == 0, "the test left objects of CUDA"
+
+
+def _collect(loaded: ctypes.CDLL) -> None:
+    """Collect garbage while there are objects of CUDA.
+
+    Without a GIL an object that one thread has made and another lets go stays until the
+    first one runs Python again, or until a collection: autograd's threads sleep.  What
+    such an object holds may have been made by another thread, too.
+    """
+    for _ in range(4):
+        if loaded.fake_live_objects() > 0:
+            gc.collect()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sysconfig
 import threading
 from collections.abc import Callable
 from typing import Any
+
+IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+"""Whether this Python can do without a GIL; it may have one all the same."""
 
 
 def in_threads(function: Callable[[int], Any], n: int = 4) -> list[Any]:

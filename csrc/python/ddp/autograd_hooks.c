@@ -234,6 +234,7 @@ int pli_backward_end_await(const reducer_object *self)
         Py_END_ALLOW_THREADS
         if (PyErr_CheckSignals() != 0)
             return -1;
+        pli_free_dropped(n);
     }
     return 0;
 }

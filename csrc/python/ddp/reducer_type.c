@@ -415,6 +415,7 @@ static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
 
 static int reducer_clear(PyObject *object)
 {
+    PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     remove_hooks(self);
     if (self->step != NULL)

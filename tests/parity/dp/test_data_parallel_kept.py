@@ -13,6 +13,7 @@ import pytest
 import torch
 from kept import as_new
 from replicas import ON_EACH, Twin, Wrap, integers, loss_of
+from support.threads import IS_FREE_THREADED
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -167,7 +168,8 @@ def test_what_a_forward_does_to_a_replica_is_gone_in_the_next(
     ours.module.inside = lambda m: inside(m) if m is not ours.module else None
     take_steps(ours, 3)
     has_others = "child set" in request.node.name  # those are not counted
-    assert (members(ours) == first) is not has_others
+    is_kept = members(ours) == first  # without a GIL, counts may be too high
+    assert is_kept is not has_others or (IS_FREE_THREADED and not is_kept)
     assert len(compared) == 4 * (N - 1)
 
 

@@ -3,14 +3,13 @@
 import gc
 import os
 import queue
-import sysconfig
 
 import pytest
 import torch
 from natives import make_reducer
 from paceline import _native
 from support.programs import run_python
-from support.threads import in_threads
+from support.threads import IS_FREE_THREADED, in_threads
 from torch import nn
 from values import chunk
 
@@ -129,9 +128,7 @@ def test_the_collector_runs_while_threads_are_in_the_extension():
     in_threads(work, N_THREADS)
 
 
-@pytest.mark.skipif(
-    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL"
-)
+@pytest.mark.skipif(not IS_FREE_THREADED, reason="this Python has a GIL")
 @pytest.mark.parametrize(("given", "is_enabled"), [(None, "True"), ("0", "False")])
 def test_a_python_without_gil_has_one_but_where_it_is_told_not_to(given, is_enabled):
     code = "import paceline, sys; paceline.DataParallel; print(sys._is_gil_enabled())"
