@@ -12,11 +12,13 @@ import sys
 import threading
 import time
 
+import dp_models
 import paceline
 import torch
-from paceline._dp.engine import Engine
+from paceline._dp.engine import Engine, _run_or_wait
 from support import devices, fake_gpus
 from torch import nn
+from torch.nn import functional
 
 N_ROUNDS, N_WARM = 150, 10
 
@@ -24,6 +26,13 @@ N_ROUNDS, N_WARM = 150, 10
 def transformer():
     layer = nn.TransformerEncoderLayer(16, 4, 64, 0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).eval()
+
+
+def gru_step():
+    """Return a step of a model that calls a GRU cell in a loop."""
+    spec = dp_models.BY_NAME["gru-cells"]
+    net, (x, y) = spec.build(), spec.make_batch(torch.Generator().manual_seed(0))
+    return lambda: functional.cross_entropy(net(x), y).backward()
 
 
 def loop():
@@ -76,7 +85,7 @@ def replicas():
             outputs[:] = self._run_side_by_side(tasks)[0]
 
         def alone():
-            outputs[:] = [task.run_and_take() for task in tasks]
+            outputs[:] = list(map(_run_or_wait, tasks))
 
         if len(parallel) == len(in_turn):
             parallel.append(seconds(together))
@@ -101,4 +110,5 @@ if __name__ == "__main__":
     one, other, x = transformer(), transformer(), torch.randn(4, 4, 16)
     control("control: loops of Python", loop, loop)
     control("control: two modules", lambda: one(x), lambda: other(x))
+    control("control: two steps of GRU cells", gru_step(), gru_step())
     replicas()

@@ -13,7 +13,9 @@ use the caller's current stream on each device, and the caller's state in torch
 
 On the CPU they run in order on the caller's thread: torch's own threads already use
 every core, and programs need not be thread-safe.  Only replicas that wait for one
-another run side by side there, too (``threads.py``).
+another run side by side there, too (``threads.py``).  Without a GIL they run in
+parallel, as on GPUs, and share torch's threads; so do their backwards
+(``backwards.py``).
 
 Each device has its own generator of random numbers.  If a forward draws from a
 generator that replicas share (the CPU's, Python's, NumPy's, or that of a device with
@@ -45,9 +47,9 @@ import torch
 from torch.nn import Module
 
 from paceline import _gpu, _native
-from paceline._compat import torch_modes
+from paceline._compat import torch_graph, torch_modes
 from paceline._compat.torch_core import tensors_with_graph
-from paceline._dp import originals, rng, threads, transfers
+from paceline._dp import backwards, originals, rng, threads, transfers
 from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Entries, Trained, parts_of
@@ -72,6 +74,7 @@ class _Kept:
         self.group: Group | None = None
         self.replicated: ModelCopies | None = None
         self.threads = threads.ThreadPool()
+        self.ends: list[list[torch.Tensor]] = []
 
 
 class Engine:
@@ -99,6 +102,8 @@ class Engine:
         self._has_warned = False
         self._running: set[object] = set()
         self._last_begun: object = None
+        if self._is_parallel_cpu:
+            torch_graph.recompute_in_turn()
 
     def _check_process(self) -> None:
         if not self.is_cpu and self._process != os.getpid():
@@ -117,7 +122,13 @@ class Engine:
         """
         self._check_process()
         # A subclass's gather() may call the wrapper.
-        if self.is_cpu or hasattr(self._here, "kept"):
+        if self.is_cpu:
+            try:
+                yield
+            finally:
+                self._kept.ends = []
+            return
+        if hasattr(self._here, "kept"):
             yield
             return
         self._here.kept = kept = self._reserved()
@@ -161,6 +172,11 @@ class Engine:
     def forget_model(self) -> None:
         """Drop all that holds the model, before a further call with the same one."""
         self._drawn_module = self._kept.replicated = None
+
+    @property
+    def _is_parallel_cpu(self) -> bool:
+        """Whether replicas on the CPU may run side by side."""
+        return self.is_cpu and not threads.has_gil()
 
     # ---- a forward ------------------------------------------------------------------
 
@@ -226,7 +242,12 @@ class Engine:
                     tasks[0].run()
                     return [tasks[0].take()]
                 trained = Trained(replicas)
+                is_once = torch_modes.is_parametrizing_once()
+                may_part = self._is_parallel_cpu and not is_once
+                ends = trained.ends(inputs, kwargs) if may_part else []
                 outputs = self._run(parts, replicas, tasks, [*inputs[:1], *kwargs[:1]])
+                was_apart = tasks[-1].thread != threading.get_ident()
+                self._kept.ends = ends if was_apart else []
             trained.check(outputs)
             return outputs
         finally:
@@ -258,14 +279,17 @@ class Engine:
         if key in self._waiting:
             return self._run_side_by_side(tasks, is_apart=True)[0]
         draws = self._draws.get(key)
-        if self.is_cpu or (not draws and rng.has_generator(*arguments)):
+        has_hooks = torch_modes.has_saved_tensors_hooks()
+        is_bound = self.is_cpu and (has_hooks or threads.has_gil())
+        if is_bound or (not draws and rng.has_generator(*arguments)):
             return in_order(key)[0]
         if draws is False:
             outputs, draws = self._run_side_by_side(tasks)
         else:
             outputs, found = in_order(key)
             if draws is None:
-                draws = rng.have_generator(parts) if found is False else found
+                others = threads.OF_ONE_THREAD if self.is_cpu else ()
+                draws = rng.have_generator(parts, others) if found is False else found
         self._draws[key] = draws
         if draws is None and not self._has_warned:
             self._has_warned = True
@@ -339,7 +363,7 @@ class Engine:
         self, calls: list[Callable[[], Any]]
     ) -> tuple[list[Any], bool | None]:
         """Return the outputs; None if a shared generator moved in several, or False."""
-        if self.is_cpu:
+        if self.is_cpu and threads.has_gil():
             return [call() for call in calls], False
         outputs, n_drew, before = [], 0, self._marks()
         for call in calls:
@@ -365,13 +389,21 @@ class Engine:
         Another thread may have drawn them: the next call finds out.  If all are `apart`
         from this thread, it can leave those behind that wait for one that failed.
         """
-        before = self._marks()
-        with Watch(tasks, self._kept.threads) as watch:
-            watch.start(tasks if is_apart else tasks[1:])
-            if not is_apart:
-                tasks[0].run()
-            for task in tasks:  # all run, even if one has failed
-                task.wait()
+        before, is_sharing = self._marks(), self._is_parallel_cpu
+        if is_sharing:
+            share = threads.share_cores(len(tasks))
+            for task in tasks:
+                task.n_cores = share
+        try:
+            with Watch(tasks, self._kept.threads) as watch:
+                watch.start(tasks if is_apart else tasks[1:])
+                if not is_apart:
+                    tasks[0].run()
+                for task in tasks:  # all run, even if one has failed
+                    task.wait()
+        finally:
+            if is_sharing:
+                threads.take_cores_back()
         outputs = [task.take() for task in tasks]
         return outputs, None if self._marks() != before else False
 
@@ -404,6 +436,9 @@ class Engine:
     ) -> Any:
         """Return the output for the whole batch, on a device."""
         join = None if self.is_cpu else transfers.Joiner(self.group.streams(), output)
+        kept = self._kept
+        if len(kept.ends) == len(outputs) and torch.is_grad_enabled():
+            outputs = backwards.with_graphs_apart(outputs, kept.ends, kept.threads)
         with _recorded(outputs):
             return _native.gather(list(outputs), sizes or (), dim, join)
 

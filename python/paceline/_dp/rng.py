@@ -85,11 +85,11 @@ def marks(generators: Iterable[torch.Generator] = ()) -> list[Any]:
     return found
 
 
-def have_generator(parts: Iterable[Module]) -> bool:
+def have_generator(parts: Iterable[Module], others: tuple[type, ...] = ()) -> bool:
     """Tell whether a model's attributes or code lead to a generator, or code seeds one.
 
     It may be torch's, Python's or NumPy's (a bit generator too), if it is not the
-    process's own.
+    process's own.  Objects of the types `others` count as generators.
     """
     held: list[Any] = []
     kinds: dict[type, None] = {}
@@ -99,12 +99,12 @@ def have_generator(parts: Iterable[Module]) -> bool:
     for kind in kinds:
         if kind.__module__.partition(".")[0] not in ("torch", builtins.__name__):
             held += (v for name, v in vars(kind).items() if name != "__init__")
-    return has_generator(*held)
+    return has_generator(*held, others=others)
 
 
-def has_generator(*values: Any) -> bool:
+def has_generator(*values: Any, others: tuple[type, ...] = ()) -> bool:
     """Tell whether one of these values is a generator, leads to one or seeds one."""
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    kinds: tuple[type, ...] = (torch.Generator, random.Random, *others)
     shared = [torch.default_generator, getattr(random.random, "__self__", None)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:

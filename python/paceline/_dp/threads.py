@@ -28,8 +28,14 @@ from typing import Any
 
 import torch
 
-from paceline._compat import torch_core
+from paceline._compat import openmp, torch_core
 from paceline._dp.thread_state import State
+
+OF_ONE_THREAD = (threading.local, type(threading.Lock()), type(threading.RLock()))
+"""Types of objects that another thread cannot use: it has other values, or waits."""
+
+has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+"""Tell whether Python runs one thread at a time, which may begin at any time."""
 
 _local = threading.local()
 _log = logging.getLogger("paceline")
@@ -61,7 +67,8 @@ class Task:
         self._call: Callable[[], Any] | None = call
         # The thread that has begun it; 0 if cancelled. One step: a signal may come.
         self._claim: dict[str, int] = {}
-        self._elsewhere: Callable[[Callable[[], Any]], Any] | None = None
+        self._elsewhere: Callable[[int, Callable[[], Any]], Any] | None = None
+        self.n_cores = 1
         self.replica = replica
         self._device = device
         self._caller = threading.get_ident()
@@ -71,9 +78,9 @@ class Task:
         self.output: Any = None
         self.error: BaseException | None = None
 
-    def enter(self, state: State, context: contextvars.Context, share: int) -> None:
-        """If another thread runs it, use this state, and `share` cores."""
-        self._elsewhere = partial(state.run, context, share)
+    def enter(self, state: State, context: contextvars.Context, n_cores: int) -> None:
+        """If another thread runs it, use this state, and `n_cores` cores."""
+        self._elsewhere, self.n_cores = partial(state.run, context), n_cores
 
     def run(self) -> None:
         """Run the call; keep its output or its error, and raise nothing."""
@@ -86,7 +93,7 @@ class Task:
             if mine == self._caller or self._elsewhere is None:
                 self.output = call()
             else:
-                self.output = self._elsewhere(call)
+                self.output = self._elsewhere(self.n_cores, call)
         except BaseException as error:
             if mine == self._caller and not isinstance(error, Exception):
                 self.error = error  # Ctrl-C, an exit
@@ -128,7 +135,7 @@ class Task:
             del error  # its traceback refers to this frame
 
 
-_Inbox = queue.SimpleQueue[Callable[[], Any] | None]
+_Inbox = queue.SimpleQueue[Callable[[], object] | None]
 
 
 def _serve(inbox: _Inbox) -> None:
@@ -241,7 +248,7 @@ class Watch:
     def start(self, tasks: Sequence[Task]) -> None:
         """Have threads run tasks that have not begun."""
         self.has_started, self._places = True, []
-        self._pool.start(tasks)
+        self._pool.start([task.run for task in tasks])
 
     def look(self) -> None:
         """Start replicas, or leave them behind, if all at work have waited."""
@@ -290,6 +297,36 @@ def _look() -> None:
 # ---- threads ------------------------------------------------------------------------
 
 
+class _Cores(threading.local):
+    """How many cores torch uses in this thread: in all, and while they are shared."""
+
+    whole = share = 0
+
+
+_cores = _Cores()
+
+
+def share_cores(n: int) -> int:
+    """Have torch use a share of this thread's cores, one of n; return their number.
+
+    A backward that fails leaves them shared.
+    """
+    now = torch.get_num_threads()
+    if now != _cores.share:
+        _cores.whole = now
+        openmp.end_workers()
+    _cores.share = max(1, _cores.whole // n)
+    torch.set_num_threads(_cores.share)
+    return _cores.share
+
+
+def take_cores_back() -> None:
+    """Have torch use all cores of this thread again."""
+    if _cores.share:
+        torch.set_num_threads(_cores.whole)
+        _cores.share = 0
+
+
 class ThreadPool:
     """Threads that end with this object."""
 
@@ -298,12 +335,12 @@ class ThreadPool:
         self._inboxes: list[_Inbox] = []
         weakref.finalize(self, _end, self._inboxes)
 
-    def start(self, tasks: Sequence[Task]) -> None:
-        """Have a thread run each task that has not begun."""
+    def start(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Have a thread run each call; the first thread runs the first, and so on."""
         if self._process != os.getpid():  # a forked process has none of the threads
             self._process = os.getpid()
             self._inboxes.clear()
-        while len(self._inboxes) < len(tasks):
+        while len(self._inboxes) < len(calls):
             inbox: _Inbox = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_serve,
@@ -313,8 +350,8 @@ class ThreadPool:
             )
             thread.start()
             self._inboxes.append(inbox)
-        for inbox, task in zip(self._inboxes, tasks, strict=False):
-            inbox.put(task.run)
+        for inbox, call in zip(self._inboxes, calls, strict=False):
+            inbox.put(call)
 
     def renew(self) -> None:
         """Let the threads end after their work; others take their places."""
