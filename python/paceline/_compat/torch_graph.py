@@ -9,14 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction, FunctionCtx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.function import FunctionCtx
 from torch.nn.parallel import distributed
 from torch.nn.utils import stateless
 from torch.utils import checkpoint
@@ -132,30 +130,17 @@ def exchange_before_recomputing(call: Any) -> Any:
 
 
 _made_here = threading.local()
-_recomputing = threading.RLock()
-_take_turns = False
-
-
-def recompute_in_turn() -> None:
-    """Have threads take turns to compute the parts of checkpoints again.
-
-    Each sets the state of the process's random generator, and puts it back.
-    """
-    global _take_turns
-    _take_turns = True
-    _replace_checkpoints()
 
 
 def _after_call(function: Any) -> Any:
     call = getattr(_made_here, "call", None)
-    if call is None and not _take_turns:
+    if call is None:
         return function
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
-        if call is not None and _C._current_autograd_node() is not None:
+        if _C._current_autograd_node() is not None:
             call()
-        with _recomputing if _take_turns else nullcontext():
-            return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return recompute
 
@@ -289,36 +274,8 @@ def edges_to(leaf: torch.Tensor, outputs: Sequence[Any]) -> Iterator[tuple[Any, 
                 yield node, i
 
 
-def ends_of(output: torch.Tensor, ends: Collection[Any]) -> set[Any] | None:
-    """Return those of the nodes `ends` at which the graph of an output ends.
-
-    None if it has leaves, or nodes written in Python, before them.
-    """
-    if output.grad_fn is None:
-        return None
-    found = set()
-    for node in _nodes_behind([output], ends):
-        if node in ends:
-            found.add(node)
-        elif isinstance(node, BackwardCFunction) or hasattr(node, "variable"):
-            return None
-    return found
-
-
-def edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """Return the place of each tensor in its graph, which keeps no tensor alive."""
-    return list(map(get_gradient_edge, tensors))
-
-
-def keeps_graph() -> bool:
-    """Tell whether the backward in this thread keeps its graph."""
-    return bool(_C._autograd._get_current_graph_task_keep_graph())
-
-
-def _nodes_behind(
-    outputs: Sequence[torch.Tensor], ends: Collection[Any] = ()
-) -> Iterator[Any]:
-    """Yield each node of the graph of `outputs` once, but those behind `ends`."""
+def _nodes_behind(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield each node of the graph of `outputs` once."""
     seen: set[Any] = set()
     nodes = [output.grad_fn for output in outputs]
     while nodes:
@@ -327,5 +284,4 @@ def _nodes_behind(
             continue
         seen.add(node)
         yield node
-        if node not in ends:
-            nodes += [following for following, _ in node.next_functions]
+        nodes += [following for following, _ in node.next_functions]

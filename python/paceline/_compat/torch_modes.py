@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
 _C = torch._C
@@ -63,11 +62,6 @@ def binds_to_thread() -> bool:
         or has_transform()
         or is_tracing()
     )
-
-
-def is_parametrizing_once() -> bool:
-    """Tell whether parametrizations are computed once for several forwards."""
-    return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
 def has_transform() -> bool:

@@ -14,8 +14,8 @@ use the caller's current stream on each device, and the caller's state in torch
 On the CPU they run in order on the caller's thread: torch's own threads already use
 every core, and programs need not be thread-safe.  Only replicas that wait for one
 another run side by side there, too (``threads.py``).  Without a GIL they run in
-parallel, as on GPUs, and share torch's threads; so do their backwards
-(``backwards.py``).
+parallel, as on GPUs, and share torch's threads.  A backward on the CPU has one thread,
+the caller's.
 
 Each device has its own generator of random numbers.  If a forward draws from a
 generator that replicas share (the CPU's, Python's, NumPy's, or that of a device with
@@ -47,9 +47,9 @@ import torch
 from torch.nn import Module
 
 from paceline import _gpu, _native
-from paceline._compat import torch_graph, torch_modes
+from paceline._compat import torch_modes
 from paceline._compat.torch_core import tensors_with_graph
-from paceline._dp import backwards, originals, rng, threads, transfers
+from paceline._dp import originals, rng, threads, transfers
 from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Entries, Trained, parts_of
@@ -74,7 +74,6 @@ class _Kept:
         self.group: Group | None = None
         self.replicated: ModelCopies | None = None
         self.threads = threads.ThreadPool()
-        self.ends: list[list[torch.Tensor]] = []
 
 
 class Engine:
@@ -102,8 +101,6 @@ class Engine:
         self._has_warned = False
         self._running: set[object] = set()
         self._last_begun: object = None
-        if self._is_parallel_cpu:
-            torch_graph.recompute_in_turn()
 
     def _check_process(self) -> None:
         if not self.is_cpu and self._process != os.getpid():
@@ -122,13 +119,7 @@ class Engine:
         """
         self._check_process()
         # A subclass's gather() may call the wrapper.
-        if self.is_cpu:
-            try:
-                yield
-            finally:
-                self._kept.ends = []
-            return
-        if hasattr(self._here, "kept"):
+        if self.is_cpu or hasattr(self._here, "kept"):
             yield
             return
         self._here.kept = kept = self._reserved()
@@ -172,11 +163,6 @@ class Engine:
     def forget_model(self) -> None:
         """Drop all that holds the model, before a further call with the same one."""
         self._drawn_module = self._kept.replicated = None
-
-    @property
-    def _is_parallel_cpu(self) -> bool:
-        """Whether replicas on the CPU may run side by side."""
-        return self.is_cpu and not threads.has_gil()
 
     # ---- a forward ------------------------------------------------------------------
 
@@ -242,12 +228,7 @@ class Engine:
                     tasks[0].run()
                     return [tasks[0].take()]
                 trained = Trained(replicas)
-                is_once = torch_modes.is_parametrizing_once()
-                may_part = self._is_parallel_cpu and not is_once
-                ends = trained.ends(inputs, kwargs) if may_part else []
                 outputs = self._run(parts, replicas, tasks, [*inputs[:1], *kwargs[:1]])
-                was_apart = tasks[-1].thread != threading.get_ident()
-                self._kept.ends = ends if was_apart else []
             trained.check(outputs)
             return outputs
         finally:
@@ -279,8 +260,8 @@ class Engine:
         if key in self._waiting:
             return self._run_side_by_side(tasks, is_apart=True)[0]
         draws = self._draws.get(key)
-        has_hooks = torch_modes.has_saved_tensors_hooks()
-        is_bound = self.is_cpu and (has_hooks or threads.has_gil())
+        has_hooks = torch_modes.has_saved_tensors_hooks
+        is_bound = self.is_cpu and (threads.has_gil() or has_hooks())
         if is_bound or (not draws and rng.has_generator(*arguments)):
             return in_order(key)[0]
         if draws is False:
@@ -389,21 +370,17 @@ class Engine:
         Another thread may have drawn them: the next call finds out.  If all are `apart`
         from this thread, it can leave those behind that wait for one that failed.
         """
-        before, is_sharing = self._marks(), self._is_parallel_cpu
-        if is_sharing:
-            share = threads.share_cores(len(tasks))
-            for task in tasks:
-                task.n_cores = share
-        try:
-            with Watch(tasks, self._kept.threads) as watch:
-                watch.start(tasks if is_apart else tasks[1:])
-                if not is_apart:
-                    tasks[0].run()
-                for task in tasks:  # all run, even if one has failed
-                    task.wait()
-        finally:
-            if is_sharing:
-                threads.take_cores_back()
+        before = self._marks()
+        is_sharing = self.is_cpu and not threads.has_gil()
+        with (
+            threads.shared_cores(tasks) if is_sharing else nullcontext(),
+            Watch(tasks, self._kept.threads) as watch,
+        ):
+            watch.start(tasks if is_apart else tasks[1:])
+            if not is_apart:
+                tasks[0].run()
+            for task in tasks:  # all run, even if one has failed
+                task.wait()
         outputs = [task.take() for task in tasks]
         return outputs, None if self._marks() != before else False
 
@@ -436,9 +413,6 @@ class Engine:
     ) -> Any:
         """Return the output for the whole batch, on a device."""
         join = None if self.is_cpu else transfers.Joiner(self.group.streams(), output)
-        kept = self._kept
-        if len(kept.ends) == len(outputs) and torch.is_grad_enabled():
-            outputs = backwards.with_graphs_apart(outputs, kept.ends, kept.threads)
         with _recorded(outputs):
             return _native.gather(list(outputs), sizes or (), dim, join)
 

@@ -237,17 +237,6 @@ class Trained:
         self._trained = [p for p in held if p.requires_grad]
         self._n_hooks = self._count_hooks()
 
-    def ends(self, *arguments: Sequence[Any]) -> list[list[torch.Tensor]]:
-        """Return, by replica, its parameters and arguments that are in a graph."""
-        leaves = [
-            held.values + _native.leaves(given)[0]
-            for held, *given in zip(self._held, *arguments, strict=True)
-        ]
-        return [
-            [t for t in own if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-            for own in leaves
-        ]
-
     def _count_hooks(self) -> list[int]:
         return [len(p._backward_hooks or ()) for p in self._trained]
 

@@ -22,7 +22,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -135,7 +136,7 @@ class Task:
             del error  # its traceback refers to this frame
 
 
-_Inbox = queue.SimpleQueue[Callable[[], object] | None]
+_Inbox = queue.SimpleQueue[Callable[[], Any] | None]
 
 
 def _serve(inbox: _Inbox) -> None:
@@ -248,7 +249,7 @@ class Watch:
     def start(self, tasks: Sequence[Task]) -> None:
         """Have threads run tasks that have not begun."""
         self.has_started, self._places = True, []
-        self._pool.start([task.run for task in tasks])
+        self._pool.start(tasks)
 
     def look(self) -> None:
         """Start replicas, or leave them behind, if all at work have waited."""
@@ -297,34 +298,19 @@ def _look() -> None:
 # ---- threads ------------------------------------------------------------------------
 
 
-class _Cores(threading.local):
-    """How many cores torch uses in this thread: in all, and while they are shared."""
-
-    whole = share = 0
-
-
-_cores = _Cores()
-
-
-def share_cores(n: int) -> int:
-    """Have torch use a share of this thread's cores, one of n; return their number.
-
-    A backward that fails leaves them shared.
-    """
-    now = torch.get_num_threads()
-    if now != _cores.share:
-        _cores.whole = now
-        openmp.end_workers()
-    _cores.share = max(1, _cores.whole // n)
-    torch.set_num_threads(_cores.share)
-    return _cores.share
-
-
-def take_cores_back() -> None:
-    """Have torch use all cores of this thread again."""
-    if _cores.share:
-        torch.set_num_threads(_cores.whole)
-        _cores.share = 0
+@contextmanager
+def shared_cores(tasks: Sequence[Task]) -> Iterator[None]:
+    """Give each task its share of the cores that torch uses in this thread."""
+    n_cores = torch.get_num_threads()
+    share = max(1, n_cores // len(tasks))
+    for task in tasks:
+        task.n_cores = share
+    openmp.end_workers()
+    torch.set_num_threads(share)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_cores)
 
 
 class ThreadPool:
@@ -335,12 +321,12 @@ class ThreadPool:
         self._inboxes: list[_Inbox] = []
         weakref.finalize(self, _end, self._inboxes)
 
-    def start(self, calls: Sequence[Callable[[], object]]) -> None:
-        """Have a thread run each call; the first thread runs the first, and so on."""
+    def start(self, tasks: Sequence[Task]) -> None:
+        """Have a thread run each task that has not begun."""
         if self._process != os.getpid():  # a forked process has none of the threads
             self._process = os.getpid()
             self._inboxes.clear()
-        while len(self._inboxes) < len(calls):
+        while len(self._inboxes) < len(tasks):
             inbox: _Inbox = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_serve,
@@ -350,8 +336,8 @@ class ThreadPool:
             )
             thread.start()
             self._inboxes.append(inbox)
-        for inbox, call in zip(self._inboxes, calls, strict=False):
-            inbox.put(call)
+        for inbox, task in zip(self._inboxes, tasks, strict=False):
+            inbox.put(task.run)
 
     def renew(self) -> None:
         """Let the threads end after their work; others take their places."""

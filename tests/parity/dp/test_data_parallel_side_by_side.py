@@ -8,9 +8,10 @@ import threading
 import pytest
 import torch
 from drawn_programs import draw, run
-from paceline._dp import backwards, threads
+from paceline._dp import threads
+from paceline._dp.engine import Engine
 from programs import cases, check, module
-from replicas import Twin, assert_close, integers, reals, smooth_net
+from replicas import Twin, assert_close, integers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,17 +20,17 @@ ON_THE_CPU = [case for case in cases() if case.values[1] == "cpu"]
 
 
 @pytest.fixture(autouse=True)
-def cut(monkeypatch):
-    """Run CPU replicas side by side; yield a list, one entry a forward with a cut."""
-    made, original = [], backwards._cut
+def parallel(monkeypatch):
+    """Run CPU replicas side by side; return a list, with one entry for each time."""
+    noted, run_side_by_side = [], Engine._run_side_by_side
 
-    def counting(*arguments):
-        made.append(threading.get_ident())
-        return original(*arguments)
+    def noting(self, tasks, **options):
+        noted.append(len(tasks))
+        return run_side_by_side(self, tasks, **options)
 
     monkeypatch.setattr(threads, "has_gil", lambda: False)
-    monkeypatch.setattr(backwards, "_cut", counting)
-    return made
+    monkeypatch.setattr(Engine, "_run_side_by_side", noting)
+    return noted
 
 
 # ---- programs -----------------------------------------------------------------------
@@ -42,10 +43,10 @@ def test_a_program_does_as_with_the_plain_module(row, device):
 
 
 @pytest.mark.filterwarnings("ignore:.* rows for each row of the batch")
-def test_drawn_programs_do_as_the_plain_module(cut):
+def test_drawn_programs_do_as_the_plain_module(parallel):
     for seed in range(FIRST_SEED, FIRST_SEED + N_PROGRAMS):
         run(draw(seed))
-    assert len(cut) > N_PROGRAMS // 4
+    assert len(parallel) > N_PROGRAMS
 
 
 # ---- forwards -----------------------------------------------------------------------
@@ -94,168 +95,60 @@ def test_replicas_that_draw_random_numbers_run_in_order(wrap):
         assert_close(output, torch.cat(expected))
 
 
-# ---- backwards ----------------------------------------------------------------------
-
-
-def twin_of(wrap, net=None, n=3):
-    """Return a twin whose replicas run side by side from now on."""
-    twin = Twin(wrap, net or smooth_net(), n)
-    twin.step(lambda model, x: model(x).square().sum(), reals(7, 3), exact=False)
-    return twin
-
-
-def penalty(model, x):
-    """Return the loss of a critic with a penalty on its gradient."""
-    x = x.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return model(x + 1).mean() + (slope.norm(2, 1) - 1).square().mean()
-
-
-def curvature(model, x):
-    """Return a loss that has a gradient of a gradient of a gradient."""
-    x = x.detach().requires_grad_()
-    value = model(x).square().sum()
-    for _ in range(3):
-        (slope,) = torch.autograd.grad(value, x, create_graph=True)
-        value = slope.square().sum()
-    return value
-
-
-def twice(model, x):
-    """Run two backwards through one graph, before that of the result."""
-    out = model(x)
+def test_hooks_on_saved_tensors_see_those_of_all_replicas(wrap, parallel):
+    ours, saved = wrap(nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double(), 2), []
     for _ in range(2):
-        out.sum().backward(retain_graph=True)
-    return out.square().sum()
+        ours(integers(8, 3))
+    assert parallel == [2]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t) or t, lambda t: t
+    ):
+        ours(integers(8, 3).requires_grad_()).sum().backward()
+    assert {len(t) for t in saved} >= {4}
+    assert len(saved) % 2 == 0
+    assert parallel == [2]
 
 
-@pytest.mark.parametrize("loss", [penalty, curvature, twice])
-def test_a_loss_has_the_gradients_of_the_plain_module(wrap, cut, loss):
-    twin = twin_of(wrap)
-    for seed in range(3):
-        twin.step(loss, reals(7, 3, seed=seed), exact=False)
-    assert len(cut) >= 3
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_checkpoints_inside_and_around(wrap, is_reentrant, is_outside):
+    options = {"use_reentrant": is_reentrant}
+
+    def forward(m, x):
+        return m.last(checkpoint(m.first, x, **options).square())
+
+    def loss(model, x):
+        out = checkpoint(model, x, **options) if is_outside else model(x)
+        return out.square().sum()
+
+    parts = {"first": nn.Linear(3, 5), "last": nn.Linear(5, 2)}
+    twin = Twin(wrap, module(forward, **parts).double(), 3)
+    for seed in range(4):
+        twin.step(loss, integers(7, 3, seed=seed).requires_grad_(), exact=False)
 
 
-def test_a_batch_of_gradients_is_computed_but_not_recorded(wrap, cut):
-    twin = twin_of(wrap)
-    found = []
-    for model in twin.models:
-        x = reals(7, 3).requires_grad_()
-        out = model(x).flatten()
-        eye = torch.eye(len(out), dtype=out.dtype)
-        options = {"is_grads_batched": True, "retain_graph": True}
-        found += torch.autograd.grad(out, x, eye, **options)
-    assert_close(*found, exact=False)
-    with pytest.raises(NotImplementedError, match="one by one"):
-        torch.autograd.grad(out, x, eye, create_graph=True, **options)
-    assert cut
+class Reversed(nn.Module):
+    """Registers hooks in its forward, as a layer that reverses gradients does."""
 
-
-def test_gradients_of_one_replica_alone_and_of_none(wrap, cut):
-    twin = twin_of(wrap)
-    for used in (slice(-1, None), slice(1), slice(0)):
-        twin.step(lambda model, x, k=used: model(x)[k].sum(), reals(7, 3), exact=False)
-    assert len(cut) == 3
-
-
-class Ending(nn.Module):
-    """A layer, and a function of its output."""
-
-    def __init__(self, last):
+    def __init__(self):
         super().__init__()
-        self.layer, self.last = nn.Linear(3, 2).double(), last
+        self.layer, self.last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        self.seen = []
 
     def forward(self, x):
-        return self.last(self.layer(x))
+        if x.requires_grad:
+            x.register_hook(lambda grad: -grad)
+        hidden = self.layer(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self.seen.append(len(grad)))
+        return self.last(hidden.sin()), hidden.cos()
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
-SCALE = nn.Parameter(torch.ones((), dtype=torch.float64))
-WHOLE = {
-    "a parameter outside": lambda h: h * SCALE,
-    "a Function": Doubled.apply,
-    "outputs of different parameters": lambda h: (h, h.detach() * SCALE),
-    "an object": lambda h: (h, (threading.current_thread(),)),
-}
-
-
-@pytest.mark.parametrize("last", WHOLE.values(), ids=WHOLE)
-def test_a_graph_that_leads_elsewhere_stays_where_it_is(wrap, cut, last):
-    ours = wrap(Ending(last), 2)
-    for _ in range(3):
-        out = ours(integers(7, 3))
-        (out[0] if isinstance(out, tuple) else out).sum().backward()
-    assert cut == []
-
-
-def test_a_checkpoint_leaves_the_state_of_generators(wrap, cut):
-    """Replicas compute theirs again in turn: each sets the state, and puts it back."""
-
-    def forward(m, x):
-        return m.last(checkpoint(lambda h: m.first(h).tanh(), x, use_reentrant=False))
-
-    net = module(forward, first=nn.Linear(3, 5), last=nn.Linear(5, 2)).double()
-    ours = wrap(net, 4)
-    for seed in range(12):
-        out = ours(reals(8, 3, seed=seed).requires_grad_())
-        torch.manual_seed(seed)
-        before = torch.random.get_rng_state()
-        out.sum().backward()
-        assert torch.equal(torch.random.get_rng_state(), before)
-    assert cut
-
-
-@pytest.mark.parametrize("k", [0, 1], ids=["of replica 0", "of another"])
-def test_an_error_in_a_backward_is_raised_and_leaves_all_cores(wrap, k):
-    class Raises(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 2).double()
-
-        def forward(self, x):
-            h = self.layer(x)
-            if h.requires_grad and x[0, 0] == 9:
-                h.register_hook(lambda grad: 1 / 0)
-            return h.tanh()
-
-    ours = wrap(Raises(), 2)
-    torch.set_num_threads(2)
-    try:
-        for _ in range(2):
-            ours(integers(8, 3)).sum().backward()
-        x = integers(8, 3)
-        x[4 * k, 0] = 9
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
-                ours(x).sum().backward()
-            assert torch.get_num_threads() == 2
-        ours(integers(8, 3)).sum().backward()
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_an_output_kept_past_the_return_is_an_error_and_no_wrong_gradient(wrap):
-    """Its graph is the replica's own: two backwards would free it for one another."""
-    kept = []
-
-    def forward(m, x):
-        h = m.layer(x).tanh()
-        kept.append(h)
-        return h.square()
-
-    ours = wrap(module(forward, layer=nn.Linear(3, 2).double()), 2)
-    ours(reals(6, 3)).sum().backward()
-    kept.clear()
-    out = ours(reals(6, 3))
-    with pytest.raises(RuntimeError, match="second time"):
-        (out.sum() + sum(h.sum() for h in kept)).backward()
+def test_hooks_of_a_forward_run_once_in_each_replica(wrap):
+    twin = Twin(wrap, Reversed(), 3)
+    for seed in range(4):
+        x = integers(7, 3, seed=seed)
+        twin.step(lambda model, x: model(x)[0].sum(), x, exact=False)
+        twin.step(lambda model, x: model(x)[1].square().sum(), x, exact=False)
+    # All lists are one: the attribute is the module's.
+    assert sorted(twin.inner.seen) == sorted([3, 2, 2] * 8)
