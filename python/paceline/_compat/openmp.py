@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from pathlib import Path
+
+import torch
 
 _PAUSE_SOFT = 1
 
@@ -22,13 +23,13 @@ def end_workers() -> None:
 
 @functools.cache
 def _pause() -> Callable[[], object] | None:
-    """Return OpenMP's function for that, if the library that torch uses has it."""
-    lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    for path in sorted({line.split(maxsplit=5)[5] for line in lines if "omp" in line}):
-        try:
-            library = ctypes.CDLL(path)
-            host = library.omp_get_initial_device()
-            return functools.partial(library.omp_pause_resource, _PAUSE_SOFT, host)
-        except (OSError, AttributeError):
-            continue
-    return None
+    """Return OpenMP's function for that, if the library that torch uses has it.
+
+    A process may have several: the loader looks among those that torch depends on.
+    """
+    library = ctypes.CDLL(torch._C.__file__)
+    try:
+        host = library.omp_get_initial_device()
+        return functools.partial(library.omp_pause_resource, _PAUSE_SOFT, host)
+    except AttributeError:
+        return None
