@@ -31,21 +31,15 @@ def _n_entries(what):
     return len(os.listdir(f"/proc/self/{what}"))
 
 
-# Without a GIL a type has a count in each thread, which Python adds up at its end.
-_ARE_TYPES_COUNTED = not IS_FREE_THREADED
-
-
 def _counts(things):
     for _ in range(3):  # without a GIL, memory becomes free some collections later
         gc.collect()
     held = {str(k): k for k in vars(_native).values() if isinstance(k, type)}
     held |= dict(enumerate(things))
+    if IS_FREE_THREADED:  # a type has a count in each thread, until that ends
+        held = {name: x for name, x in held.items() if not isinstance(x, type)}
     return {
-        **{
-            f"references to {name}": sys.getrefcount(x)
-            for name, x in held.items()
-            if _ARE_TYPES_COUNTED or not isinstance(x, type)
-        },
+        **{f"references to {name}": sys.getrefcount(x) for name, x in held.items()},
         "references to the module": sys.getrefcount(_native),
         "descriptors": _n_entries("fd"),
         "threads": _n_entries("task"),
