@@ -15,9 +15,10 @@ _REPORTER = re.compile(r"rank (\d+): ")
 # Words of a rank that is gone may concern an earlier step, whose failure it survived,
 # unless they name another rank that is gone.
 _GONE = r"rank \d+: rank \d+ \(process \d+\) (?:died|has left)(?!.*: ranks? [\d to]+\()"
-# Prefixes of a message that a rank passes on from another rank or host.
+# Prefixes of a message that a rank passes on from another rank or host, perhaps as the
+# end of a traceback.
 _PASSED_ON = re.compile(
-    rf"(?!{_GONE}).*?{_OWN_WORDS}(?=rank \d+: )"
+    rf"(?!{_GONE}).*?{_OWN_WORDS}(?:(?:.*\n)?paceline\.\w+Error: )?(?=rank \d+: )"
     r"|(?:rank \d+: )?rank \d+ left the construction \([\w.]+: (?=rank \d+: )"
     r"|(?:rank \d+: )?(?:the step has failed|[^(\n]* from what was saved) "
     r"\((?=rank \d+: )"

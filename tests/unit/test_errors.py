@@ -12,6 +12,14 @@ OWN = "\n\nIts own failure message:\n"
 FACTS = [  # the message, the rank at fault and its step
     (f"rank 0: the step has failed ({DIED})", 3, 5),
     (f"rank 1: the step of rank 0 failed (step 9, in forward){OWN}{DIED}", 3, 5),
+    (f"rank 1: the step of rank 0 failed{OWN}paceline.PeerError: {DIED}", 3, 5),
+    (f"rank 1: the step of rank 0 failed{OWN}  f()\npaceline.PeerError: {DIED}", 3, 5),
+    (
+        f"rank 1: the step of rank 0 failed{OWN}a:\npaceline.PeerError: rank 0: "
+        "the step has failed (rank 0: ranks 2 to 3 (host 1) died or left)",
+        None,
+        None,
+    ),
     (f"rank 1: this rank's step failed (step 9, in forward){OWN}KeyError", 1, 9),
     (f"rank 0: the step of rank 1 failed (step 9, in a){OWN}KeyError: {DIED}", 1, 9),
     (
