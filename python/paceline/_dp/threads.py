@@ -18,12 +18,13 @@ import math
 import os
 import queue
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,8 @@ OF_ONE_THREAD = (threading.local, type(threading.Lock()), type(threading.RLock()
 
 has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 """Tell whether Python runs one thread at a time, which may begin at any time."""
+
+_IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 _local = threading.local()
 _log = logging.getLogger("paceline")
@@ -224,7 +227,7 @@ class Watch:
     def __enter__(self) -> Watch:
         _watched.add(self)
         if not (_watchers and _watchers[-1].is_alive()):  # the first, or after a fork
-            thread = threading.Thread(target=_look, name="paceline-watch", daemon=True)
+            thread = threading.Thread(target=_watch, name="paceline-watch", daemon=True)
             _watchers[:] = [thread]
             thread.start()
         return self
@@ -285,14 +288,23 @@ _watchers: list[threading.Thread] = []
 
 
 def _look() -> None:
+    for watch in list(_watched):
+        try:
+            watch.look()
+        except Exception:  # of a logging handler
+            traceback.print_exc()
+
+
+def _watch() -> None:
     while True:
         time.sleep(PATIENCE_S / 4)
-        for watch in list(_watched):
-            try:
-                watch.look()
-            except Exception:  # of a logging handler
-                traceback.print_exc()
-            del watch  # or it would be held during the sleep
+        if not _IS_FREE_THREADED:
+            _look()
+        elif _watched:  # frames that a thread has seen may stay until that thread ends
+            with suppress(RuntimeError):  # Python ends
+                thread = threading.Thread(target=_look, daemon=True)
+                thread.start()
+                thread.join()
 
 
 # ---- threads ------------------------------------------------------------------------

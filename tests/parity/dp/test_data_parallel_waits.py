@@ -9,6 +9,7 @@ import queue
 import signal
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import paceline
@@ -18,6 +19,7 @@ from paceline._dp import threads
 from programs import X, module
 from replicas import ON_EACH, Twin, integers, linear, net, step
 from support.threads import in_threads
+from support.waiting import until
 from torch.overrides import TorchFunctionMode
 
 
@@ -236,3 +238,20 @@ def test_a_forward_may_wait_for_a_thread_that_calls_the_same_wrapper(wrap):
     for _ in range(3):
         twin.step(loss, X + 20)
         twin.step(loss, X)
+
+
+class Thing: ...
+
+
+def test_variables_of_a_forward_that_was_watched_are_freed(wrap, monkeypatch):
+    monkeypatch.setattr(threads, "PATIENCE_S", 2.0)  # each thread is looked at in 0.5 s
+    held = []
+
+    def rests(m, x):
+        thing = Thing()
+        held.append(weakref.ref(thing))
+        time.sleep(0.6)
+        return m.layer(x)
+
+    wrap(module(rests, layer=linear()))(X)
+    assert until(lambda: not any(thing() for thing in held), seconds=0.2)
