@@ -9,8 +9,9 @@
  *
  * Two things differ.  An object whose last reference another thread drops waits for the
  * lock before it leaves our lists, so code that follows a borrowed pointer must first
- * call reducer_ref() (autograd_hooks.c).  And the lock protects only our data: no other
- * thread may change a dict or a list of the caller while we read it.
+ * call reducer_ref() (autograd_hooks.c).  And the lock protects only our data: a dict
+ * of the caller is read under PLI_HOLD or by pli_dict_get(), a list as a tuple made of
+ * it.
  *
  * tp_traverse runs while all threads are stopped, and takes no lock.  Nor does the
  * dealloc of an object that is in none of our lists.
@@ -47,6 +48,19 @@ static inline void pli_leave(PyCriticalSection *section)
     __attribute__((cleanup(pli_leave))) PyCriticalSection entered_section;             \
     PyCriticalSection_Begin(&entered_section, pli_module_of((PyObject *)(object)))
 
+/* The same for the own lock of a dict; no other code of Python may run in the block. */
+#define PLI_HOLD(dict)                                                                 \
+    __attribute__((cleanup(pli_leave))) PyCriticalSection held_section;                \
+    PyCriticalSection_Begin(&held_section, dict)
+
+/* Returns dict[key], or NULL if there is none, or with an error. */
+static inline PyObject *pli_dict_get(PyObject *dict, PyObject *key)
+{
+    PyObject *value = NULL;
+    (void)PyDict_GetItemRef(dict, key, &value);
+    return value;
+}
+
 /* To be called in a loop that waits for the dealloc of an object, each time with the
  * next `n`.  What a thread has made and another has let go stays until the first one
  * runs Python again, or until a collection; a thread of autograd may sleep for long. */
@@ -58,6 +72,8 @@ static inline void pli_free_dropped(int n)
 
 #else
 #define PLI_ENTER(object) (void)(object)
+#define PLI_HOLD(dict) (void)(dict)
+#define pli_dict_get(dict, key) Py_XNewRef(PyDict_GetItemWithError(dict, key))
 #define pli_free_dropped(n) (void)(n)
 #endif
 

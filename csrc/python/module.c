@@ -151,6 +151,7 @@ static int is_as(PyObject *dict, PyObject *expected, PyObject *any)
 {
     Py_ssize_t at = 0, at_expected = 0;
     PyObject *name, *value, *expected_name, *held;
+    PLI_HOLD(dict);
     if (PyDict_GET_SIZE(dict) != PyDict_GET_SIZE(expected))
         return 0;
     while (PyDict_Next(dict, &at, &name, &value) &&
@@ -212,22 +213,33 @@ static PyObject *differing(PyObject *module, PyObject *args)
     return found;
 }
 
+static int append_dict(PyObject *dict, PyObject *sizes, PyObject *names,
+                       PyObject *values)
+{
+    PyObject *name, *value;
+    Py_ssize_t at = 0;
+    PLI_HOLD(dict);
+    PyObject *size = PyLong_FromSsize_t(PyDict_GET_SIZE(dict));
+    int failed = size == NULL || PyList_Append(sizes, size) != 0;
+    Py_XDECREF(size);
+    while (!failed && PyDict_Next(dict, &at, &name, &value))
+        failed = PyList_Append(names, name) != 0 || PyList_Append(values, value) != 0;
+    return failed ? -1 : 0;
+}
+
 /* Appends a dictionary's size, names and values, in the order that Python sees: an
  * OrderedDict has its own, and a script's only looks like a dictionary. */
 static int append_items(PyObject *held, PyObject *sizes, PyObject *names,
                         PyObject *values)
 {
-    PyObject *dict = PyDict_CheckExact(held) ? Py_NewRef(held) : PyDict_New();
-    PyObject *size = NULL, *name, *value;
-    Py_ssize_t at = 0;
-    int failed = dict == NULL || (dict != held && PyDict_Update(dict, held) != 0) ||
-                 (size = PyLong_FromSsize_t(PyDict_GET_SIZE(dict))) == NULL ||
-                 PyList_Append(sizes, size) != 0;
-    while (!failed && PyDict_Next(dict, &at, &name, &value))
-        failed = PyList_Append(names, name) != 0 || PyList_Append(values, value) != 0;
-    Py_XDECREF(size);
+    if (PyDict_CheckExact(held))
+        return append_dict(held, sizes, names, values);
+    PyObject *dict = PyDict_New();
+    const int status = dict != NULL && PyDict_Update(dict, held) == 0
+                           ? append_dict(dict, sizes, names, values)
+                           : -1;
     Py_XDECREF(dict);
-    return failed ? -1 : 0;
+    return status;
 }
 
 static PyObject *items(PyObject *module, PyObject *args)

@@ -629,26 +629,36 @@ static PyObject *hook_behind(PyObject *function)
                : NULL;
 }
 
+/* Whether no other hook of the parameter runs after ours; if one does, fills the key of
+ * ours. */
+static int is_last(const reducer_param *param, PyObject **our_key)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    int is_followed = 0; /* ignoring hooks of other wrappers, which change nothing */
+    PLI_HOLD(param->hooks);
+    *our_key = NULL;
+    while (PyDict_Next(param->hooks, &at, &key, &value)) {
+        const PyObject *hook = hook_behind(value);
+        if (hook == param->hook)
+            *our_key = key;
+        else if (*our_key != NULL && hook == NULL)
+            is_followed = 1;
+    }
+    if (is_followed)
+        Py_INCREF(*our_key);
+    return !is_followed;
+}
+
 /* Returns 1 if no other hook of the parameter runs after ours.  Else returns 0, and
  * makes ours the last from the next gradient on; or -1.  Hooks registered after ours
  * have yet to run for this gradient. */
 static int become_last(const reducer_param *param)
 {
-    PyObject *key, *value;
-    PyObject *our_key = NULL;
-    int is_last = 1; /* ignoring hooks of other wrappers, which change nothing */
-    Py_ssize_t at = 0;
-    while (PyDict_Next(param->hooks, &at, &key, &value)) {
-        const PyObject *hook = hook_behind(value);
-        if (hook == param->hook)
-            our_key = key;
-        else if (our_key != NULL && hook == NULL)
-            is_last = 0;
-    }
-    if (our_key == NULL || is_last)
+    PyObject *our_key;
+    if (is_last(param, &our_key))
         return 1;
     /* torch calls them in the order of the dict. */
-    Py_INCREF(our_key);
     PyObject *function = PyObject_GetItem(param->hooks, our_key);
     const int status = function != NULL &&
                                PyObject_DelItem(param->hooks, our_key) == 0 &&
@@ -665,10 +675,10 @@ static int on_gradient(reducer_object *self, size_t i)
     pl_arrival arrival = PL_ARRIVES_ALONE;
     int is_due = 0;
     if (pli_has_user_hooks(&self->params[i])) {
-        const int is_last = become_last(&self->params[i]);
-        if (is_last < 0)
+        const int was_last = become_last(&self->params[i]);
+        if (was_last < 0)
             return -1;
-        arrival = is_last ? PL_ARRIVES_AFTER_HOOKS : PL_ARRIVES_BEFORE_HOOKS;
+        arrival = was_last ? PL_ARRIVES_AFTER_HOOKS : PL_ARRIVES_BEFORE_HOOKS;
     }
     /* If it fails, so does the backward, and its end reports that. */
     if (pli_check(state_of_reducer(self),

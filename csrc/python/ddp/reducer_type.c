@@ -129,14 +129,16 @@ static int read_buffer(const module_state *state, dl_device place, PyObject *ent
                           &is_uncounted))
         return pli_error(PyExc_TypeError,
                          "buffers has %R: give (dict, name, is_uncounted)", entry);
-    PyObject *object = PyDict_GetItemWithError(owner, name);
+    PyObject *object = pli_dict_get(owner, name);
     if (object == NULL) {
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_KeyError, "buffers names '%U', which its dict lacks",
                          name);
         return -1;
     }
-    if (pli_tensor_read_on(state, place, object, "a buffer", &tensor) != 0)
+    const int status = pli_tensor_read_on(state, place, object, "a buffer", &tensor);
+    Py_DECREF(object);
+    if (status != 0)
         return -1;
     *out = (reducer_buffer){.owner = Py_NewRef(owner), .name = Py_NewRef(name)};
     *spec = (pl_buffer_spec){.n_bytes = pli_layout_bytes(&tensor.layout),

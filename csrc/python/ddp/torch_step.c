@@ -141,10 +141,12 @@ static pl_status read_tensor(void *context, pl_reading how, const char *what,
 static pl_status find_buffer(void *context, size_t b, pl_grad **out)
 {
     const reducer_buffer *buffer = &((reducer_object *)context)->buffers[b];
-    PyObject *object = PyDict_GetItemWithError(buffer->owner, buffer->name);
+    PyObject *object = pli_dict_get(buffer->owner, buffer->name);
     if (object == NULL && PyErr_Occurred())
         return pli_callback_failed();
-    *out = object != NULL && object != Py_None ? (pl_grad *)Py_NewRef(object) : NULL;
+    if (object == Py_None)
+        Py_CLEAR(object);
+    *out = (pl_grad *)object;
     return PL_OK;
 }
 

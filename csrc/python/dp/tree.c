@@ -186,7 +186,7 @@ static void read_entries(pli_container *self, PyObject *dict)
     PyObject *children = self->keys != NULL ? PyTuple_New(n) : NULL;
     for (Py_ssize_t i = 0; children != NULL && i < n; i++) {
         PyObject *key = PyTuple_GET_ITEM(self->keys, i);
-        PyObject *child = Py_XNewRef(PyDict_GetItemWithError(dict, key));
+        PyObject *child = pli_dict_get(dict, key);
         if (child == NULL && !PyErr_Occurred())
             child = PyObject_GetItem(dict, key); /* a subclass computes it */
         pli_tuple_put(&children, i, child);

@@ -3,6 +3,8 @@
 import gc
 import os
 import queue
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +55,29 @@ def test_threads_read_one_tree_and_one_split():
         for _ in range(200):
             assert same(tree.unflatten(leaves), value)
             assert same(chunk(scattered, 1), expected)
+
+    in_threads(work, N_THREADS)
+
+
+def test_threads_read_a_dict_that_another_one_changes():
+    kept = {f"{i}": torch.zeros(1) for i in range(8)}
+    holder, at_first, is_over = SimpleNamespace(kept=kept), dict(kept), []
+
+    def work(k):
+        if k == 0:
+            while len(is_over) < N_THREADS - 1:
+                for i in range(16):
+                    kept[f"{i}"] = torch.zeros(1)
+                    kept.pop(f"{15 - i}", None)
+            return
+        for _ in range(1000):
+            sizes, names, values = _native.items([holder], ("kept",))
+            assert sum(sizes) == len(names) == len(values)
+            assert all(type(value) is torch.Tensor for value in values)
+            assert _native.differing([kept], [at_first], work) in ([], [0])
+            with suppress(KeyError, RuntimeError):  # Python's: a key is gone
+                assert len(_native.flatten(kept)[1]) <= 16
+        is_over.append(k)
 
     in_threads(work, N_THREADS)
 
