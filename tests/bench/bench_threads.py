@@ -1,4 +1,4 @@
-"""Two replicas in parallel against one after the other, with and without the GIL.
+"""Replicas in parallel against one after the other, with and without the GIL.
 
     PYTHON_GIL=0 PYTHONPATH=tests python3.14t tests/bench/bench_threads.py
 
@@ -11,6 +11,7 @@ import statistics
 import sys
 import threading
 import time
+from unittest import mock
 
 import dp_models
 import paceline
@@ -75,7 +76,7 @@ def control(name, one, other):
     show(name, *zip(*times, strict=True))
 
 
-def replicas():
+def replicas(n):
     parallel, in_turn = [], []
 
     def run(self, parts, copies, tasks, arguments):
@@ -93,15 +94,16 @@ def replicas():
             in_turn.append(seconds(alone))
         return outputs
 
-    with fake_gpus.several(2):
-        model = paceline.DataParallel(transformer().to("gpu:0"), [0, 1])
-        x = torch.randn(8, 4, 16).to("gpu:0")
+    with fake_gpus.several(n):
+        model = paceline.DataParallel(transformer().to("gpu:0"), range(n))
+        x = torch.randn(4 * n, 4, 16).to("gpu:0")
         model(x)
-        Engine._run = run
-        for _ in range(2 * N_ROUNDS):
-            model(x)
+        with mock.patch.object(Engine, "_run", run):
+            for _ in range(2 * N_ROUNDS):
+                model(x)
         del model
-    show("two replicas", parallel, in_turn)
+    in_ms = statistics.median(parallel[N_WARM:]) * 1e3
+    show(f"{n} replicas, {in_ms:.1f} ms", parallel, in_turn)
 
 
 if __name__ == "__main__":
@@ -111,4 +113,5 @@ if __name__ == "__main__":
     control("control: loops of Python", loop, loop)
     control("control: two modules", lambda: one(x), lambda: other(x))
     control("control: two steps of GRU cells", gru_step(), gru_step())
-    replicas()
+    for n in (2, 4):
+        replicas(n)

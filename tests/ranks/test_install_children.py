@@ -396,9 +396,9 @@ def test_torchrun_runs_it_as_a_module_and_again_after_a_failure(here):
 
 
 def test_an_interrupt_from_outside_ends_it_as_python(here):
-    write(
-        here / "train.py", "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
-    )
+    # A signal just before a sleep is seen after it.
+    wait = "for _ in range(600): time.sleep(0.1)"
+    write(here / "train.py", f"import time\nprint('ready', flush=True)\n{wait}\n")
     codes = []
     for words in (["train.py"], ["-m", "paceline", "train.py"]):
         process = subprocess.Popen(

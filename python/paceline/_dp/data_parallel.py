@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,7 +258,14 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
                 return self._call_plainly(inputs, kwargs)
         if self._steps is None:
             self._steps = Steps(self, len(self.device_ids))
-        with engine.call(), self._steps:  # which records the forward
+        return engine.run(partial(self._run_replicas, engine, ids, inputs, kwargs))
+
+    def _run_replicas(
+        self, engine: Engine, ids: list[Any], inputs: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run a call in an engine that is reserved for it."""
+        assert self._steps is not None
+        with self._steps:  # which records the forward
             args, named = self.scatter(inputs, kwargs, ids)
             sizes = getattr(args, "sizes", None)
             args, named = _checked(len(ids), args, named)

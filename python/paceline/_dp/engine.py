@@ -37,11 +37,12 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
+import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
@@ -54,7 +55,9 @@ from paceline._dp.group import HOST, Group
 from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import Entries, Trained, parts_of
 from paceline._dp.thread_state import State, sees_operations
-from paceline._dp.threads import InsideReplica, Task, Watch
+from paceline._dp.threads import Task, Watch
+
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger("paceline")
 
@@ -70,7 +73,6 @@ class _Kept:
     """What a call uses, kept for the next one."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.group: Group | None = None
         self.replicated: ModelCopies | None = None
         self.threads = threads.ThreadPool()
@@ -93,7 +95,9 @@ class Engine:
         self.is_cpu = is_cpu
         self._machine: Any = HOST if is_cpu else _gpu.machine
         self._process = os.getpid()
-        self._all_kept = [_Kept()]  # on GPUs
+        self._first = _Kept()
+        self._free: queue.SimpleQueue[_Kept] = queue.SimpleQueue()  # on GPUs
+        self._free.put(self._first)
         self._here: Any = threading.local()
         self._draws: dict[bytes, bool | None] = {}  # None: find out
         self._waiting: set[bytes] = set()
@@ -109,9 +113,8 @@ class Engine:
                 "processes by spawn, and create the wrapper there"
             )
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Reserve what a call uses; raise in a forked process with GPUs.
+    def run(self, call: Callable[[], _Result]) -> _Result:
+        """Run a call with what it uses; raise in a forked process with GPUs.
 
         A forward may wait for a call in another thread.  So on the CPU each thread has
         its own set.  On GPUs, where a set holds copies of the model, a call makes
@@ -120,32 +123,27 @@ class Engine:
         self._check_process()
         # A subclass's gather() may call the wrapper.
         if self.is_cpu or hasattr(self._here, "kept"):
-            yield
-            return
-        self._here.kept = kept = self._reserved()
+            return call()
         try:
-            yield
-        finally:
-            del self._here.kept
-            kept.lock.release()
+            self._here.kept = self._reserved()
+            return call()
+        finally:  # Ctrl-C within these lines loses the set: another one will be made
+            kept = vars(self._here).pop("kept", None)
+            if kept is not None:
+                self._free.put(kept)
 
     def _reserved(self) -> _Kept:
-        for kept in self._all_kept:
-            if kept.lock.acquire(blocking=False):
-                return kept
-        kept = self._all_kept[0]
-        if not kept.lock.acquire(timeout=threads.PATIENCE_S):
-            kept = _Kept()
-            kept.lock.acquire()
-            self._all_kept.append(kept)
-        return kept
+        try:
+            return self._free.get(timeout=threads.PATIENCE_S)
+        except queue.Empty:
+            return _Kept()
 
     @property
     def _kept(self) -> _Kept:
         kept: _Kept | None = getattr(self._here, "kept", None)
         if kept is None and self.is_cpu:
             kept = self._here.kept = _Kept()
-        return kept or self._all_kept[0]
+        return kept or self._first
 
     @property
     def group(self) -> Group:
@@ -223,12 +221,14 @@ class Engine:
                 tasks[k].enter(state, contextvars.copy_context(), n_cores)
         outputs: list[Any] = []
         try:
-            with InsideReplica():
-                if len(tasks) == 1:
-                    tasks[0].run()
-                    return [tasks[0].take()]
-                trained = Trained(replicas)
-                outputs = self._run(parts, replicas, tasks, [*inputs[:1], *kwargs[:1]])
+            if len(tasks) == 1:
+                threads.run_inside(tasks[0].run)
+                return [tasks[0].take()]
+            trained = Trained(replicas)
+            arguments = [*inputs[:1], *kwargs[:1]]
+            outputs = threads.run_inside(
+                partial(self._run, parts, replicas, tasks, arguments)
+            )
             trained.check(outputs)
             return outputs
         finally:
@@ -329,10 +329,9 @@ class Engine:
             self._running.add(this)
             self._last_begun = this  # before the next line: threads may switch
             began_alone = len(self._running) == 1
-            with watch:
-                outputs, draw = self._call_all(
-                    [partial(call, k) for k in range(len(tasks))]
-                )
+            calls: list[Callable[[], Any]]
+            calls = [partial(call, k) for k in range(len(tasks))]
+            outputs, draw = watch.over(partial(self._call_all, calls))
         finally:
             self._running.discard(this)
             if key is not None and watch.has_started:
@@ -371,16 +370,19 @@ class Engine:
         from this thread, it can leave those behind that wait for one that failed.
         """
         before = self._marks()
-        is_sharing = self.is_cpu and not threads.has_gil()
-        with (
-            threads.shared_cores(tasks) if is_sharing else nullcontext(),
-            Watch(tasks, self._kept.threads) as watch,
-        ):
+        watch = Watch(tasks, self._kept.threads)
+
+        def run() -> None:
             watch.start(tasks if is_apart else tasks[1:])
             if not is_apart:
                 tasks[0].run()
             for task in tasks:  # all run, even if one has failed
                 task.wait()
+
+        if self.is_cpu and not threads.has_gil():
+            threads.share_cores(tasks, partial(watch.over, run))
+        else:
+            watch.over(run)
         outputs = [task.take() for task in tasks]
         return outputs, None if self._marks() != before else False
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -97,8 +96,7 @@ class Group:
     """
 
     def __init__(self, indices: Sequence[int], machine: Any) -> None:
-        self._in_flight: list[tuple[Streams, Callable[[], None]]] = []
-        self._lock = threading.Lock()
+        self._in_flight: dict[Callable[[], None], Streams] = {}  # by what releases it
         self.machine = machine
         self.indices = list(indices)
         self.devices: list[torch.device] = [
@@ -226,17 +224,20 @@ class Group:
 
     def hold(self, streams: Streams, release: Callable[[], None]) -> None:
         """Keep gradients whose sum has begun until settle(), which releases them."""
-        with self._lock:
-            self._in_flight.append((streams, release))
+        self._in_flight[release] = streams
 
     def settle(self) -> None:
-        """Make streams wait for sums of gradients; then their memory may be freed."""
-        with self._lock:
-            held, self._in_flight = self._in_flight, []
-        for numbers in {streams.numbers for streams, _ in held}:
+        """Make streams wait for sums of gradients; then their memory may be freed.
+
+        Without a lock, which Ctrl-C could leave taken; the next call does again what it
+        has broken off.
+        """
+        held = dict(self._in_flight)
+        for numbers in {streams.numbers for streams in held.values()}:
             self.native.settle(numbers)
-        for _, release in held:
-            release()
+        for release in held:
+            if self._in_flight.pop(release, None) is not None:
+                release()
 
     def __del__(self) -> None:
         # Left by a failed backward that was the last.

@@ -49,6 +49,9 @@ def seed_apart(generators: Iterable[torch.Generator]) -> None:
     had seeded its GPUs differently.  So the numbers go on from call to call and into
     the backward, and nothing undoes what another thread does with the generator.
     """
+    generators = list(generators)
+    if len({g.initial_seed() for g in generators}) == len(generators):
+        return
     seeds = set()
     with _seeding:
         for k, generator in enumerate(generators):

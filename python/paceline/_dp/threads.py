@@ -23,10 +23,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,25 +41,25 @@ has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 
 _IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
+_Result = TypeVar("_Result")
+
 _local = threading.local()
 _log = logging.getLogger("paceline")
 
 
 def is_inside_replica() -> bool:
     """Tell whether this thread runs a replica."""
-    return getattr(_local, "depth", 0) > 0
+    return getattr(_local, "is_inside", False)
 
 
-class InsideReplica:
-    """Mark this thread as one that runs a replica."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        _local.depth = getattr(_local, "depth", 0) + 1
-
-    def __exit__(self, *ignored: object) -> None:
-        _local.depth -= 1
+def run_inside(call: Callable[[], _Result]) -> _Result:
+    """Run a call in this thread as one that runs a replica."""
+    before = is_inside_replica()
+    try:
+        _local.is_inside = True
+        return call()
+    finally:  # without a call, before which Ctrl-C could come
+        _local.is_inside = before
 
 
 class Task:
@@ -144,10 +144,9 @@ _Inbox = queue.SimpleQueue[Callable[[], Any] | None]
 
 def _serve(inbox: _Inbox) -> None:
     """Run calls until None arrives; keep no reference to a call in between."""
-    with InsideReplica():
-        while (call := inbox.get()) is not None:
-            call()
-            del call
+    while (call := inbox.get()) is not None:
+        run_inside(call)
+        del call
 
 
 def _end(inboxes: list[_Inbox]) -> None:
@@ -224,26 +223,39 @@ class Watch:
         self._is_over = False
         self.has_started = False
 
-    def __enter__(self) -> Watch:
+    def over(self, call: Callable[[], _Result]) -> _Result:
+        """Run a call under this watch; leave no thread at work on tasks.
+
+        Not a context manager: Ctrl-C may come before the first line of ``__exit__``.
+        """
+        interrupt: BaseException | None = None
+        try:
+            self._begin()
+            return call()
+        finally:
+            self._is_over, self._places = True, []
+            is_at_work = True
+            while is_at_work:
+                try:
+                    self._end()
+                    is_at_work = False
+                except BaseException as error:  # of a signal
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
+
+    def _begin(self) -> None:
         _watched.add(self)
         if not (_watchers and _watchers[-1].is_alive()):  # the first, or after a fork
             thread = threading.Thread(target=_watch, name="paceline-watch", daemon=True)
             _watchers[:] = [thread]
             thread.start()
-        return self
 
-    def __exit__(self, *ignored: object) -> None:
-        """Leave no thread at work on tasks, even if signal handlers raise (Ctrl-C)."""
-        self._is_over, self._places = True, []
-        while True:
-            try:
-                for task in self._tasks:
-                    task.cancel()
-                for task in self._tasks:
-                    task.wait()
-                break
-            except BaseException:  # of a signal; the call raises the first one
-                continue
+    def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            task.wait()
         if any(task.is_left_behind for task in self._tasks):
             self._pool.renew()
         _watched.discard(self)
@@ -310,17 +322,16 @@ def _watch() -> None:
 # ---- threads ------------------------------------------------------------------------
 
 
-@contextmanager
-def shared_cores(tasks: Sequence[Task]) -> Iterator[None]:
-    """Give each task its share of the cores that torch uses in this thread."""
+def share_cores(tasks: Sequence[Task], call: Callable[[], _Result]) -> _Result:
+    """Run a call; give each task its share of the cores that torch uses here."""
     n_cores = torch.get_num_threads()
     share = max(1, n_cores // len(tasks))
     for task in tasks:
         task.n_cores = share
     openmp.end_workers()
-    torch.set_num_threads(share)
     try:
-        yield
+        torch.set_num_threads(share)
+        return call()
     finally:
         torch.set_num_threads(n_cores)
 
