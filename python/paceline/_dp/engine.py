@@ -121,9 +121,18 @@ class Engine:
         another one only if it has waited for some time.
         """
         self._check_process()
-        # A subclass's gather() may call the wrapper.
-        if self.is_cpu or hasattr(self._here, "kept"):
+        is_recorded = torch.is_grad_enabled()
+        try:
+            # A subclass's gather() may call the wrapper.
+            if not self.is_cpu and not hasattr(self._here, "kept"):
+                return self._run_reserved(call)
             return call()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C may leave a no_grad() on
+                torch.set_grad_enabled(is_recorded)
+            raise
+
+    def _run_reserved(self, call: Callable[[], _Result]) -> _Result:
         try:
             self._here.kept = self._reserved()
             return call()

@@ -241,7 +241,7 @@ class Group:
 
     def __del__(self) -> None:
         # Left by a failed backward that was the last.
-        if self._in_flight and not sys.is_finalizing():
+        if getattr(self, "_in_flight", None) and not sys.is_finalizing():
             self.settle()
 
     def member_of(self, tensor: torch.Tensor, expected: int) -> int | None:

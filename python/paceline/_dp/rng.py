@@ -64,9 +64,15 @@ def seed_apart(generators: Iterable[torch.Generator]) -> None:
 
 def state_of(generator: torch.Generator) -> bytes:
     """Return a generator's state, unseen by modes and transforms."""
-    with torch_modes.without_transforms(), torch_modes.without_torch_function():
-        state = generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
+    if torch_modes.has_transform() or torch_modes.has_function_mode():
+        with torch_modes.without_transforms(), torch_modes.without_torch_function():
+            return _bytes_of(generator)
+    return _bytes_of(generator)  # no context that Ctrl-C could leave on
+
+
+def _bytes_of(generator: torch.Generator) -> bytes:
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def marks(generators: Iterable[torch.Generator] = ()) -> list[Any]:

@@ -237,9 +237,13 @@ class Watch:
             is_at_work = True
             while is_at_work:
                 try:
-                    self._end()
-                    is_at_work = False
-                except BaseException as error:  # of a signal
+                    while is_at_work:
+                        try:
+                            self._end()
+                            is_at_work = False
+                        except BaseException as error:  # of a signal
+                            interrupt = error
+                except BaseException as error:  # of one that came with it
                     interrupt = error
             if interrupt is not None:
                 raise interrupt
@@ -357,8 +361,13 @@ class ThreadPool:
                 name=f"paceline-replica-{len(self._inboxes) + 1}",
                 daemon=True,
             )
-            thread.start()
-            self._inboxes.append(inbox)
+            try:
+                thread.start()
+                self._inboxes.append(inbox)
+            except BaseException:
+                if inbox not in self._inboxes:
+                    inbox.put(None)  # Ctrl-C: it may have started
+                raise
         for inbox, task in zip(self._inboxes, tasks, strict=False):
             inbox.put(task.run)
 

@@ -4,12 +4,19 @@ These are the beginning of each function, and the end of each call of C.
 """
 
 import itertools
+import signal
 import sys
+import threading
+import time
 
 import pytest
 import torch
+from paceline._compat.torch_modes import has_saved_tensors_hooks
 from paceline._dp import threads
-from replicas import F64
+from paceline._dp.thread_state import sees_operations
+from programs import X, module
+from replicas import F64, linear
+from support.waiting import until
 from torch import nn
 
 
@@ -50,8 +57,11 @@ class Net(nn.Module):
 def state_of(model):
     """Return what a step leaves, beside gradients and buffers."""
     parts = [(name, sorted(vars(part))) for name, part in model.named_modules()]
-    inside = threads.is_inside_replica(), len(threads._watched)
-    return parts, inside, torch.get_num_threads(), torch.is_grad_enabled()
+    return (
+        parts,
+        (threads.is_inside_replica(), len(threads._watched), torch.get_num_threads()),
+        (torch.is_grad_enabled(), sees_operations(), has_saved_tensors_hooks()),
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +93,55 @@ def test_the_step_after_an_interrupt_is_as_without_it(wrap, has_gil, monkeypatch
     for moment in itertools.count(1):
         if not interrupt(step, moment):
             break
-        torch.set_grad_enabled(True)  # torch's own no_grad() may be left on
         assert state_of(net) == state, moment
         assert all(map(torch.equal, outcome(), expected)), moment
     assert moment > 500
+
+
+class One(Exception): ...
+
+
+class Two(Exception): ...
+
+
+def test_two_signals_at_once_leave_no_replica_at_work(wrap, monkeypatch):
+    monkeypatch.setattr(threads, "has_gil", lambda: False)
+    main, begun, sent, ended, is_long = threading.get_ident(), [], [], [], False
+
+    def lasts(m, x):
+        if threading.get_ident() != main and is_long:
+            begun.append(1)
+            until(lambda: len(sent) == len(begun))
+            time.sleep(0.1)
+            ended.append(1)
+        return m.layer(x)
+
+    def send():
+        until(lambda: len(begun) > len(sent))
+        for _ in range(2):
+            for number in kinds:
+                signal.pthread_kill(main, number)
+            time.sleep(0.05)
+        sent.append(1)
+
+    def fail(number, _):
+        raise kinds[number]
+
+    kinds = {signal.SIGUSR1: One, signal.SIGUSR2: Two}
+    before = {number: signal.signal(number, fail) for number in kinds}
+    ours = wrap(module(lasts, layer=linear()))
+    try:
+        for _ in range(3):
+            ours(X)
+        is_long = True
+        for n in range(1, 6):
+            sender = threading.Thread(target=send)
+            sender.start()
+            with pytest.raises((One, Two)):
+                ours(X)
+            assert len(ended) == n
+            assert not threads._watched
+            sender.join()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
