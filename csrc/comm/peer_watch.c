@@ -25,7 +25,7 @@ pl_status pli_watch_add(pli_watch *watch, pli_processes *processes, int rank, in
 {
     pl_status st = pli_process_open(processes, pid, &watch->ranks[rank].process);
     if (st == PL_EPEER)
-        st = pli_fail(PL_EPEER, "rank %d (process %d) is gone", rank, pid);
+        st = pli_fail(PL_EPEER, "rank %d (process %d) died", rank, pid);
     return st;
 }
 
