@@ -246,7 +246,10 @@ class Watch:
                 except BaseException as error:  # of one that came with it
                     interrupt = error
             if interrupt is not None:
-                raise interrupt
+                try:
+                    raise interrupt
+                finally:
+                    del interrupt  # its traceback refers to this frame
 
     def _begin(self) -> None:
         _watched.add(self)
