@@ -41,6 +41,15 @@ def will_run(node: Any, is_returned: bool = True) -> bool:
         return is_returned
 
 
+def renew_engine() -> None:
+    """Have torch make autograd's engine anew, if this process was forked.
+
+    Otherwise the next operator that records a graph does it, without a lock: if two
+    threads are in it at once, the process crashes (seen with torch 2.13 and 2.15).
+    """
+    torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+
+
 AT_ONCE = 2**62
 """The turn of a node that runs before all other ready nodes; see set_turn()."""
 

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline._compat import openmp, torch_core
+from paceline._compat import openmp, torch_core, torch_graph
 from paceline._dp.thread_state import State
 
 OF_ONE_THREAD = (threading.local, type(threading.Lock()), type(threading.RLock()))
@@ -353,6 +353,7 @@ class ThreadPool:
 
     def start(self, tasks: Sequence[Task]) -> None:
         """Have a thread run each task that has not begun."""
+        torch_graph.renew_engine()
         if self._process != os.getpid():  # a forked process has none of the threads
             self._process = os.getpid()
             self._inboxes.clear()
