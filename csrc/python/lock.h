@@ -53,7 +53,7 @@ static inline void pli_leave(PyCriticalSection *section)
     __attribute__((cleanup(pli_leave))) PyCriticalSection held_section;                \
     PyCriticalSection_Begin(&held_section, dict)
 
-/* Returns dict[key], or NULL if there is none, or with an error. */
+/* Returns a new reference to dict[key], or NULL; a missing key sets no exception. */
 static inline PyObject *pli_dict_get(PyObject *dict, PyObject *key)
 {
     PyObject *value = NULL;

@@ -46,11 +46,6 @@ def function_modes() -> list[Any]:
     return [_C._get_function_stack_at(i) for i in range(n_modes)]
 
 
-def has_function_mode() -> bool:
-    """Tell whether a mode intercepts torch's functions on this thread."""
-    return bool(_C._len_torch_function_stack())
-
-
 def is_device_mode(mode: Any) -> bool:
     """Tell whether a mode is a default device, which other threads can also use."""
     return type(mode) is DeviceContext

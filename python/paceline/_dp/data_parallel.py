@@ -6,7 +6,6 @@ import functools
 import logging
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -258,7 +257,9 @@ class DataParallel(LoadsEither[Wrapped], TorchDP[Wrapped]):
                 return self._call_plainly(inputs, kwargs)
         if self._steps is None:
             self._steps = Steps(self, len(self.device_ids))
-        return engine.run(partial(self._run_replicas, engine, ids, inputs, kwargs))
+        return engine.run(
+            functools.partial(self._run_replicas, engine, ids, inputs, kwargs)
+        )
 
     def _run_replicas(
         self, engine: Engine, ids: list[Any], inputs: tuple[Any, ...], kwargs: Any

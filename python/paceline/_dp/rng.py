@@ -64,7 +64,7 @@ def seed_apart(generators: Iterable[torch.Generator]) -> None:
 
 def state_of(generator: torch.Generator) -> bytes:
     """Return a generator's state, unseen by modes and transforms."""
-    if torch_modes.has_transform() or torch_modes.has_function_mode():
+    if torch_modes.has_transform() or torch_modes.function_modes():
         with torch_modes.without_transforms(), torch_modes.without_torch_function():
             return _bytes_of(generator)
     return _bytes_of(generator)  # no context that Ctrl-C could leave on
