@@ -5,8 +5,10 @@ import functools
 import os
 import resource
 import signal
+import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 
 import paceline
@@ -16,7 +18,6 @@ import torch.distributed as dist
 from paceline._ddp import rendezvous
 from support.hosts import Hosts
 from support.ports import free_port
-from support.processes import is_asleep
 from support.ranks import run_ranks, values
 from support.waiting import until
 from torch import nn
@@ -74,8 +75,13 @@ def test_a_rank_without_memory_is_named_and_all_may_go_on(n_ranks):
         assert again[0] == "", again
 
 
-def interrupt_once_asleep():
-    assert until(lambda: is_asleep(os.getpid()))
+def interrupt_who_exchanges(thread):
+    def exchanges():
+        stack = traceback.walk_stack(sys._current_frames()[thread])
+        return any(frame.f_code.co_name == "_all_gather" for frame, _ in stack)
+
+    assert until(exchanges)
+    time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -84,7 +90,8 @@ def interrupt_who_waits(rank, _, n_ranks):
     place(rank, n_ranks)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        threading.Thread(target=interrupt_once_asleep).start()
+        me = threading.get_ident()
+        threading.Thread(target=interrupt_who_exchanges, args=(me,)).start()
     else:
         store.wait(["interrupted"])
     first = timed(small)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import multiprocessing
 import pickle
 import random
 
@@ -16,6 +18,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 DRAWN = [range(60), pytest.param(range(60, 460), marks=pytest.mark.long)]
 WORKERS = [(0, False), (2, False), (2, True)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_end():
+    """Free loaders that failed, with their workers, which pytest's exit would leave."""
+    before = multiprocessing.active_children()
+    yield
+    gc.collect()
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def orders(n_rows, shuffle, seed):
