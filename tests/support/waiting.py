@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -16,3 +17,18 @@ def until(condition: Callable[[], object], seconds: float = MOST_SECONDS) -> boo
             return False
         time.sleep(0.01)
     return True
+
+
+def once_collected(condition: Callable[[], object]) -> bool:
+    """Collect garbage until a condition holds; return False if it never does.
+
+    One collection may not do.  A thread of torch holds the end of a graph for a moment
+    after its backward.  Without a GIL, what another thread has made stays until a
+    collection, and what that thing holds until the next one.
+    """
+
+    def holds() -> object:
+        gc.collect()
+        return condition()
+
+    return until(holds)

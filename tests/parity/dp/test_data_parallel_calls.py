@@ -1,6 +1,5 @@
 """Calls: where replicas run, what they call, threads, forks, and warnings."""
 
-import gc
 import os
 import signal
 import sys
@@ -30,6 +29,7 @@ from replicas import (
 )
 from support.ranks import run_ranks, values
 from support.threads import in_threads
+from support.waiting import once_collected
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -197,8 +197,7 @@ def test_a_graph_outlives_its_wrapper(wrap):
     losses.pop(0).backward()
     gone = weakref.ref(twin.ours)
     del twin.ours
-    gc.collect()
-    assert gone() is None
+    assert once_collected(lambda: gone() is None)
     for loss in losses:
         loss.backward()
     accumulate(twin.plain, 3)
@@ -209,8 +208,7 @@ def test_a_graph_outlives_its_wrapper(wrap):
     assert_same_grads(twin.inner, twin.plain)
     gone = weakref.ref(twin.inner), weakref.ref(twin.inner[0].weight)
     del each, twin, loss, losses
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]
+    assert once_collected(lambda: gone[0]() is gone[1]() is None)
 
 
 # ---- threads, forks, process groups -------------------------------------------------
