@@ -75,13 +75,14 @@ def test_a_rank_without_memory_is_named_and_all_may_go_on(n_ranks):
         assert again[0] == "", again
 
 
-def interrupt_who_exchanges(thread):
+def interrupt_who_exchanges():
     def exchanges():
-        stack = traceback.walk_stack(sys._current_frames()[thread])
+        main = threading.main_thread().ident
+        stack = traceback.walk_stack(sys._current_frames()[main])
         return any(frame.f_code.co_name == "_all_gather" for frame, _ in stack)
 
     assert until(exchanges)
-    time.sleep(0.2)
+    time.sleep(0.2)  # it may just have begun
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -90,8 +91,7 @@ def interrupt_who_waits(rank, _, n_ranks):
     place(rank, n_ranks)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        me = threading.get_ident()
-        threading.Thread(target=interrupt_who_exchanges, args=(me,)).start()
+        threading.Thread(target=interrupt_who_exchanges).start()
     else:
         store.wait(["interrupted"])
     first = timed(small)

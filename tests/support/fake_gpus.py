@@ -40,6 +40,7 @@ from paceline._dp.gradients import Gradients
 from paceline._dp.group import Group
 
 from support import devices
+from support.waiting import once_collected
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARY = "build/c/plain/libplfake.so"
@@ -338,8 +339,11 @@ def _let_go(loaded: ctypes.CDLL) -> None:
     """
     _gpu._opened.clear()
     _gpu.tried.clear()
-    _collect(loaded)
-    if loaded.fake_live_objects() > 0:
+
+    def is_empty() -> bool:
+        return bool(loaded.fake_live_objects() == 0)
+
+    if not once_collected(is_empty):
         for thing in gc.get_objects():
             if type(thing) is Group:
                 thing.settle()
@@ -349,20 +353,7 @@ def _let_go(loaded: ctypes.CDLL) -> None:
             elif type(thing) is segments.Segment:
                 thing.sums.clear()
         del thing
-        _collect(loaded)
-    assert loaded.fake_live_objects() == 0, "the test left objects of CUDA"
-
-
-def _collect(loaded: ctypes.CDLL) -> None:
-    """Collect garbage while there are objects of CUDA.
-
-    Without a GIL an object that one thread has made and another lets go stays until the
-    first one runs Python again, or until a collection: autograd's threads sleep.  What
-    such an object holds may have been made by another thread, too.
-    """
-    for _ in range(4):
-        if loaded.fake_live_objects() > 0:
-            gc.collect()
+    assert once_collected(is_empty), "the test left objects of CUDA"
 
 
 @contextlib.contextmanager

@@ -20,15 +20,14 @@ def until(condition: Callable[[], object], seconds: float = MOST_SECONDS) -> boo
 
 
 def once_collected(condition: Callable[[], object]) -> bool:
-    """Collect garbage until a condition holds; return False if it never does.
+    """Collect garbage while a condition does not hold; return whether it does then.
 
-    One collection may not do.  A thread of torch holds the end of a graph for a moment
-    after its backward.  Without a GIL, what another thread has made stays until a
-    collection, and what that thing holds until the next one.
+    Without a GIL an object that one thread has made and another lets go stays until the
+    first one runs Python again, or until a collection: autograd's threads sleep.  What
+    such an object holds may have been made by another thread, too.
     """
-
-    def holds() -> object:
+    for _ in range(4):
+        if condition():
+            return True
         gc.collect()
-        return condition()
-
-    return until(holds)
+    return bool(condition())
