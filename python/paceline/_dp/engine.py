@@ -229,18 +229,23 @@ class Engine:
             if len(replicas) > 1:
                 tasks[k].enter(state, contextvars.copy_context(), n_cores)
         outputs: list[Any] = []
+        this = object()
         try:
+            self._running.add(this)
+            self._last_begun = this  # before the next line: threads may switch
+            alone = this if len(self._running) == 1 else None
             if len(tasks) == 1:
                 threads.run_inside(tasks[0].run)
                 return [tasks[0].take()]
             trained = Trained(replicas)
             arguments = [*inputs[:1], *kwargs[:1]]
             outputs = threads.run_inside(
-                partial(self._run, parts, replicas, tasks, arguments)
+                partial(self._run, parts, replicas, tasks, arguments, alone)
             )
             trained.check(outputs)
             return outputs
         finally:
+            self._running.discard(this)
             if self._replicated is not None:
                 self._replicated.finish(streams, outputs)
             if not torch.is_grad_enabled():
@@ -254,6 +259,7 @@ class Engine:
         replicas: Sequence[Module],
         tasks: list[Task],
         arguments: Sequence[Any],
+        alone: object,
     ) -> list[Any]:
         if not self.is_cpu:
             indices = dict.fromkeys(self.indices[: len(tasks)])
@@ -262,7 +268,7 @@ class Engine:
             if self._drawn_module is not None:
                 self._draws, self._waiting = {}, set()
             self._drawn_module = parts[0]
-        in_order = partial(self._run_in_order, parts, replicas, tasks)
+        in_order = partial(self._run_in_order, parts, replicas, tasks, alone)
         if sees_operations():
             return in_order(None)[0]
         key = bytes((torch.is_grad_enabled(), *(bool(p.training) for p in parts)))
@@ -293,18 +299,19 @@ class Engine:
         parts: list[Module],
         replicas: Sequence[Module],
         tasks: list[Task],
+        alone: object,
         key: bytes | None,
     ) -> tuple[list[Any], bool | None]:
         """Return the outputs, and whether replicas must not run side by side.
 
         The latter is None if the next call must find out, because several may have
         drawn.  If a replica waits for the next ones, they run side by side, from now on
-        in all calls with this `key`; None: the caller's modes allow no threads.
+        in all calls with this `key`; None: the caller's modes allow no threads.  `alone`
+        is this call's mark in `_last_begun`, or None if others ran when it began.
         """
         lists = originals.lists_of_classes(parts)
         inner = self._replicated.inner_backwards if self._replicated else None
-        watched, this = originals.Originals(parts), object()
-        is_recorded = torch.is_grad_enabled()
+        watched, is_recorded = originals.Originals(parts), torch.is_grad_enabled()
 
         def call(k: int) -> Any:
             """Return replica `k`'s output, if it wrote only to its own tensors."""
@@ -326,23 +333,19 @@ class Engine:
                 else:
                     watched.check(k)
             except RuntimeError:
-                # Otherwise a call in another thread may have made the change.
-                if began_alone and self._last_begun is this:
+                if self._last_begun is alone:
                     raise
+                # A call in another thread may have made the change.
                 watched.look()
             return output
 
         can_start = key is not None and not lists
         watch = Watch(tasks, self._kept.threads, can_start=can_start)
         try:
-            self._running.add(this)
-            self._last_begun = this  # before the next line: threads may switch
-            began_alone = len(self._running) == 1
             calls: list[Callable[[], Any]]
             calls = [partial(call, k) for k in range(len(tasks))]
             outputs, draw = watch.over(partial(self._call_all, calls))
         finally:
-            self._running.discard(this)
             if key is not None and watch.has_started:
                 self._waiting.add(key)
         has_run_backward = inner is not None and inner.were_seen

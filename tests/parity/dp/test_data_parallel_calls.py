@@ -262,6 +262,34 @@ def test_training_in_several_threads_is_no_error_and_keeps_outputs_apart(wrap, k
     assert in_threads(count_wrong) == [0] * 4
 
 
+@pytest.mark.parametrize("kind", ["in parallel", "one replica"])
+@ON_EACH
+def test_an_earlier_call_may_write_while_replicas_run_in_order(wrap, kind):
+    begun, may_write, has_written = (threading.Event() for _ in range(3))
+
+    def writes(m, x, which=None):
+        if which == "early" and m is ours.module:
+            begun.set()
+            assert may_write.wait(60)
+            m.seen += 1
+            has_written.set()
+        elif which == "late" and m is not ours.module:
+            may_write.set()
+            assert has_written.wait(60)
+        return m.layer(x)
+
+    ours = wrap(module(writes, layer=linear(), seen=buffer(torch.zeros(1))))
+    expected = ours(X).detach()  # now calls run in parallel, if they may
+    n_rows = {"in parallel": 7, "one replica": 1}[kind]
+    thread = threading.Thread(target=ours, args=(X[:n_rows], "early"))
+    thread.start()
+    assert begun.wait(60)
+    with torch.no_grad():  # the first such call runs in order
+        assert_same(ours(X, "late"), expected)
+    thread.join()
+    assert ours.module.seen == 1
+
+
 @ON_EACH
 def test_a_child_forked_during_a_forward_may_use_the_wrapper_or_is_told(wrap):
     begins, ends = threading.Event(), threading.Event()
