@@ -306,8 +306,8 @@ class Engine:
 
         The latter is None if the next call must find out, because several may have
         drawn.  If a replica waits for the next ones, they run side by side, from now on
-        in all calls with this `key`; None: the caller's modes allow no threads.  `alone`
-        is this call's mark in `_last_begun`, or None if others ran when it began.
+        in all calls with this `key`; None: the caller's modes allow no threads.
+        `alone` is this call's `_last_begun`, or None if others ran when it began.
         """
         lists = originals.lists_of_classes(parts)
         inner = self._replicated.inner_backwards if self._replicated else None
