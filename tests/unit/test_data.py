@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import multiprocessing
 import pickle
@@ -13,6 +12,7 @@ import paceline
 import pytest
 import torch
 from paceline.data import BatchSampler
+from support.waiting import once_collected
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -23,10 +23,9 @@ WORKERS = [(0, False), (2, False), (2, True)]
 @pytest.fixture(scope="module", autouse=True)
 def workers_end():
     """Free loaders that failed, with their workers, which pytest's exit would leave."""
-    before = multiprocessing.active_children()
+    before = set(multiprocessing.active_children())
     yield
-    gc.collect()
-    assert set(multiprocessing.active_children()) <= set(before)
+    assert once_collected(lambda: set(multiprocessing.active_children()) <= before)
 
 
 def orders(n_rows, shuffle, seed):
