@@ -11,17 +11,20 @@ replica (a checkpoint until its backward, a closure, a traceback), the next forw
 checks it again.  If it is still held, a new replica takes its place.
 
 Reference counts of a part and of its dictionaries show whether anything holds a
-replica.  The counts are right only if a part's parent alone refers to it.  If an
-attribute or a hook does (a bound method of a part, a list of parts), each forward makes
-new replicas.  So does a forward that sets parts.
+replica.  The plan knows them; measured ones might count a frame that a profiler holds.
+They are right only if a part's parent alone refers to it.  If an attribute or a hook
+does (a bound method of a part, a list of parts), each forward makes new replicas.  So
+does a forward that sets parts.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -142,6 +145,8 @@ class _Plan:
         Attributes whose values are renewed in each forward, by part.
     tensors : list of (int, str, str, int)
         Part, ``"_parameters"`` or ``"_buffers"``, name, and number of the tensor.
+    counts : tuple of int
+        The references to each of a member's objects, if nothing else holds it.
     """
 
     def __init__(self, parts: list[Module], entries: Entries) -> None:
@@ -150,6 +155,13 @@ class _Plan:
         self.tensors: list[tuple[int, str, str, int]] = []
         self._kinds = list(map(type, parts))
         self._children = _Dicts(part._modules for part in parts)
+        children = chain(*(of.values() for of in self._children.dicts))
+        parents = Counter(map(id, children))
+        # Of a part: `shells`, `_objects`, each parent, and what is expected of it.
+        of_parts = [2 + 2 * parents[id(part)] for part in parts]
+        # Of `__dict__`: its part, a list, `_objects`. Of the three dictionaries in it:
+        # `__dict__`, what is expected of it, a list, `_objects`.
+        self.counts = (*of_parts, *len(parts) * [3], *3 * len(parts) * [4])
         self._names = entries.sizes, entries.names
         self._ids: list[int] = []
         self._ids_by_place: list[int] = []
@@ -244,7 +256,6 @@ class _Member:
         self._places = _Dicts(())
         self._is_filled = False
         self._objects: list[Any] = []
-        self._counts: tuple[int, ...] = ()
 
     # ---- for a forward --------------------------------------------------------------
 
@@ -293,15 +304,9 @@ class _Member:
         self._places = _Dicts(held[kind] for held in held_by for kind in _TENSORS)
         self._places.expected = list(map(dict.fromkeys, self._places.dicts))
         self._hooks = replicate.hook_dicts(held_by)
-        self._counts = ()
+        of_parts = held_by, self._children.dicts, self._places.dicts
+        self._objects = [*self.shells, *chain(*of_parts)]
         self.stale = set()  # last, in case of Ctrl-C
-
-    def count(self) -> None:
-        """Count the references to all objects, before a forward adds more."""
-        if not self._counts:
-            dicts = self._held.dicts, self._children.dicts, self._places.dicts
-            self._objects = [*self.shells, *dicts[0], *dicts[1], *dicts[2]]
-            self._counts = _native.reference_counts(self._objects)
 
     # ---- after a forward ------------------------------------------------------------
 
@@ -311,7 +316,7 @@ class _Member:
             return True
         if (
             self._children.differing()
-            or self._counts != _native.reference_counts(self._objects)
+            or self._plan.counts != _native.reference_counts(self._objects)
             or any(map(weakref.getweakrefcount, self.shells))
         ):
             return False
@@ -364,8 +369,6 @@ class Shells:
             if not self._members[k].clean():
                 self._members[k] = _Member(plan)
             self._members[k].fill(entries, own, way, hooks)
-        for member in self._members:
-            member.count()
         return [member.shells[0] for member in self._members[: len(flat)]]
 
     def _look(self, parts: list[Module], entries: Entries) -> _Plan | None:

@@ -6,12 +6,14 @@ changes between forwards.
 """
 
 import gc
+import sys
 import weakref
 from functools import cached_property, lru_cache, partial
 
 import pytest
 import torch
 from kept import as_new
+from paceline._dp import shells, threads
 from replicas import ON_EACH, Twin, Wrap, integers, loss_of
 from support.threads import IS_FREE_THREADED
 from support.waiting import once_collected
@@ -96,7 +98,9 @@ HELD = {
 
 
 @pytest.fixture
-def compared(wrap_on_gpus):
+def compared(wrap_on_gpus, monkeypatch):
+    # A thread that looks for waits holds frames for a moment, and so replicas.
+    monkeypatch.setattr(threads, "_look", lambda: None)
     with as_new() as found:
         yield found
 
@@ -199,6 +203,26 @@ def test_a_replica_that_is_held_belongs_to_who_holds_it(compared, what):
     last = members_after_a_step(ours)
     take_steps(ours, 2)
     assert members(ours) == last
+
+
+def test_a_replica_is_held_also_if_a_frame_was_when_it_was_counted(
+    compared, monkeypatch
+):
+    class Holds(nn.Linear):
+        def forward(self, x):
+            frames.clear()
+            held.append(self)
+            return super().forward(x)
+
+    def fill_parts(member, *args):
+        real(member, *args)
+        frames.append(sys._getframe(1))  # as a profiler does, in another thread
+
+    frames, held, real = [], [], shells._Member._fill_parts
+    monkeypatch.setattr(shells._Member, "_fill_parts", fill_parts)
+    ours = wrapped(lambda: Holds(3, 3).double())
+    take_steps(ours, 2)
+    assert len(set(map(id, held))) == 2 * N - 1  # replica 0 is the module
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
