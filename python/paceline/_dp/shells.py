@@ -11,10 +11,10 @@ replica (a checkpoint until its backward, a closure, a traceback), the next forw
 checks it again.  If it is still held, a new replica takes its place.
 
 Reference counts of a part and of its dictionaries show whether anything holds a
-replica.  The plan knows them; measured ones might count a frame that a profiler holds.
-They are right only if a part's parent alone refers to it.  If an attribute or a hook
-does (a bound method of a part, a list of parts), each forward makes new replicas.  So
-does a forward that sets parts.
+replica.  The plan knows how many are ours; to measure them might count a profiler's.
+The counts are right only if a part's parent alone refers to it.  If an attribute or a
+hook does (a bound method of a part, a list of parts), each forward makes new replicas.
+So does a forward that sets parts.
 """
 
 from __future__ import annotations
@@ -304,8 +304,8 @@ class _Member:
         self._places = _Dicts(held[kind] for held in held_by for kind in _TENSORS)
         self._places.expected = list(map(dict.fromkeys, self._places.dicts))
         self._hooks = replicate.hook_dicts(held_by)
-        of_parts = held_by, self._children.dicts, self._places.dicts
-        self._objects = [*self.shells, *chain(*of_parts)]
+        places = self._places.dicts
+        self._objects = [*self.shells, *held_by, *self._children.dicts, *places]
         self.stale = set()  # last, in case of Ctrl-C
 
     # ---- after a forward ------------------------------------------------------------

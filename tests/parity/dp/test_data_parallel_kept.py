@@ -205,7 +205,7 @@ def test_a_replica_that_is_held_belongs_to_who_holds_it(compared, what):
     assert members(ours) == last
 
 
-def test_a_replica_is_held_also_if_a_frame_was_when_it_was_counted(
+def test_who_holds_a_replica_is_seen_although_a_frame_was_held_as_it_was_made(
     compared, monkeypatch
 ):
     class Holds(nn.Linear):
